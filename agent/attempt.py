@@ -1,0 +1,216 @@
+"""One attempt at a run: the training child is started, watched, asked to stop, and its outcome is written down.
+
+This process is the one writer of state.json and run.json while it holds the folder's lock; the child inherits the lock.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent.console import Display
+from agent.environment import scrub_text, secret_values
+from agent.folder import RunFolder, write_document
+from agent.hints import diagnosed
+from agent.manifest import begun, changes_since_last_attempt, ended
+from agent.monitor import Tail, heartbeats, resumed_from, warnings_of
+from agent.processes import Interrupts, ProcessId, start_child
+from agent.states import moved, owner, settled
+from finetune.errors import EXIT_CODES, FinetuneError
+
+_POLL_S = 0.1
+_HEARTBEAT_EVERY_S = 1.0
+_FINDINGS_OF_RESUME = "differs_from_last_attempt"
+
+
+@dataclass
+class Attempt:
+    """What one attempt works with. state and manifest are what was last written."""
+
+    folder: RunFolder
+    plan: dict[str, Any]
+    state: dict[str, Any]
+    manifest: dict[str, Any]
+    host: str
+    environment: Mapping[str, str]  # of the training child
+    display: Display
+    interrupts: Interrupts
+    lock: int
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        self.state = state
+        write_document(self.folder.state, "state", state)
+
+    def write_manifest(self, manifest: dict[str, Any]) -> None:
+        self.manifest = manifest
+        write_document(self.folder.manifest, "run", manifest)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended: error is None after success, and of code stopped after a stop."""
+
+    status: str
+    error: FinetuneError | None
+    warnings: list[tuple[str, str]]
+
+
+def carry_out(attempt: Attempt) -> Ending:
+    """Train until the child has ended, and write down how."""
+    folder = attempt.folder
+    folder.outcome.unlink(missing_ok=True)
+    folder.stop_request.unlink(missing_ok=True)
+    _set_aside_logs(folder, len(attempt.manifest["attempts"]))
+    attempt.write_manifest(begun(attempt.manifest, attempt.plan, attempt.host))
+    fresh = owner(attempt.host) | {
+        "plan_id": attempt.plan["plan_id"],
+        "child": None,
+        "hint_id": None,
+        "operation": None,
+    }
+    attempt.write_state(
+        moved(attempt.state, "starting", num_steps=attempt.plan["arithmetic"]["steps"], **fresh)
+    )
+    metrics = Tail(folder.metrics)
+    with open(folder.logs / "launch.log", "ab") as log:
+        child = start_child(attempt.plan["launch"]["argv"], attempt.environment, log, [attempt.lock])
+    attempt.write_state(moved(attempt.state, "running", child=_child_section(child)))
+    _watch(attempt, child, metrics)
+    for line in metrics.read():
+        attempt.display.step(line)
+    return _conclude(attempt, child.returncode)
+
+
+def _child_section(child: subprocess.Popen[bytes]) -> dict[str, Any] | None:
+    found = ProcessId.of(child.pid)
+    return None if found is None else {"pid": found.pid, "pid_start": found.start, "boot_id": found.boot}
+
+
+def _set_aside_logs(folder: RunFolder, number: int) -> None:
+    """Move the logs of attempt N to logs/attempt-N, so that no old traceback is taken for ours."""
+    folder.logs.mkdir(exist_ok=True)
+    old = list(folder.logs.glob("*.log"))
+    if old:
+        target = folder.logs / f"attempt-{number}"
+        target.mkdir(exist_ok=True)
+        for path in old:
+            path.replace(target / path.name)
+
+
+def _watch(attempt: Attempt, child: subprocess.Popen[bytes], metrics: Tail) -> None:
+    """Follow the child until it ends: show its steps, keep the state, forward the first signal that we get."""
+    written = time.monotonic()
+    while child.poll() is None:
+        for line in metrics.read():
+            attempt.display.step(line)
+        if attempt.interrupts.received and attempt.state["state"] != "stopping":
+            child.send_signal(signal.SIGTERM)
+            attempt.display.note("stopping: the step is finished and saved")
+            attempt.write_state(moved(attempt.state, "stopping", **_seen(attempt.folder)))
+        elif time.monotonic() - written >= _HEARTBEAT_EVERY_S:
+            written = time.monotonic()
+            attempt.write_state(_refreshed(attempt))
+        time.sleep(_POLL_S)
+
+
+def _refreshed(attempt: Attempt) -> dict[str, Any]:
+    seen = _seen(attempt.folder)
+    if attempt.state["state"] == "stopping":
+        return attempt.state | {"heartbeat": time.time()} | seen
+    is_saving = (seen.get("operation") or "").startswith("saving")
+    return moved(attempt.state, "saving" if is_saving else "running", **seen)
+
+
+def _seen(folder: RunFolder) -> dict[str, Any]:
+    """Return what the ranks and the disk show: step, operation, newest checkpoint."""
+    checkpoint = folder.last_checkpoint()
+    seen: dict[str, Any] = {"checkpoint": None if checkpoint is None else str(checkpoint)}
+    beats = heartbeats(folder)
+    if beats:
+        seen |= {"step": beats[0]["step"], "operation": beats[0]["operation"]}
+    return seen
+
+
+def _conclude(attempt: Attempt, returncode: int) -> Ending:
+    folder = attempt.folder
+    began = attempt.manifest["attempts"][-1]["started"]
+    outcome = _read_outcome(folder)
+    status, error = _judge(attempt, outcome, returncode)
+    result = outcome["result"] if outcome else None
+    _scrub_logs(folder, attempt.environment)
+    seen = _seen(folder)
+    if result:
+        seen["step"] = result["steps"]
+    manifest = ended(attempt.manifest, status, resumed_from(folder, began), result, error, folder)
+    attempt.write_manifest(manifest)
+    hint_id = None if manifest["error"] is None else manifest["error"]["hint_id"]
+    attempt.write_state(settled(attempt.state, status, child=None, hint_id=hint_id, **seen))
+    differing = [(_FINDINGS_OF_RESUME, text) for text in changes_since_last_attempt(manifest)]
+    own = [(item["code"], item["text"]) for item in (outcome or {}).get("warnings", [])]
+    return Ending(status, error, [*differing, *warnings_of(folder, began), *own])
+
+
+def _read_outcome(folder: RunFolder) -> dict[str, Any] | None:
+    try:
+        outcome: dict[str, Any] = json.loads(folder.outcome.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return outcome
+
+
+def _judge(
+    attempt: Attempt, outcome: dict[str, Any] | None, returncode: int
+) -> tuple[str, FinetuneError | None]:
+    """Return the final state and the error that goes with it."""
+    folder = attempt.folder
+    if outcome and outcome["status"] == "succeeded":
+        return "succeeded", None
+    asked = folder.stop_request.exists() or attempt.interrupts.received == signal.SIGINT
+    if (outcome and outcome["status"] == "stopped") or (
+        outcome is None and attempt.state["state"] == "stopping"
+    ):
+        checkpoint = folder.last_checkpoint()
+        step = outcome["result"]["steps"] if outcome else attempt.state["step"]
+        early = "ended" if returncode == -signal.SIGTERM else "was killed"
+        how = "stopped" if outcome else f"{early} while stopping,"
+        text = (
+            f"{how} after step {step}; the newest checkpoint is {checkpoint.name if checkpoint else 'none'}"
+        )
+        evidence = {"step": step, "checkpoint": checkpoint and str(checkpoint), "killed": outcome is None}
+        return ("stopped" if asked else "preempted"), FinetuneError("stopped", text, **evidence)
+    if outcome and outcome["error"]:
+        return "failed", diagnosed(_error_of(outcome["error"]), folder.logs)
+    return "failed", diagnosed(_death(returncode, attempt.state), folder.logs)
+
+
+def _error_of(item: dict[str, Any]) -> FinetuneError:
+    code = item["code"] if item["code"] in EXIT_CODES else "training_failed"
+    evidence = item.get("evidence") or {}
+    return FinetuneError(
+        code, item["message"], **evidence | {"rank": item.get("rank"), "traceback": item.get("traceback")}
+    )
+
+
+def _death(returncode: int, state: dict[str, Any]) -> FinetuneError:
+    doing = f"step {state['step']}, {state['operation'] or 'starting'}"
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        return FinetuneError("rank_died", f"the training process was killed by {name} ({doing})", signal=name)
+    text = f"the training process left with exit code {returncode} and no outcome ({doing})"
+    return FinetuneError("training_failed", text, returncode=returncode)
+
+
+def _scrub_logs(folder: RunFolder, environment: Mapping[str, str]) -> None:
+    """Mask secrets that libraries printed; a log without any stays untouched."""
+    secrets = secret_values(environment)
+    for path in Path(folder.logs).glob("*.log"):
+        text = path.read_bytes().decode("utf-8", "surrogateescape")
+        masked = scrub_text(text, secrets)
+        if masked != text:
+            path.write_bytes(masked.encode("utf-8", "surrogateescape"))

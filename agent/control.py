@@ -1,0 +1,88 @@
+"""Resume and stop: going on with a run that ended early, and ending one that goes on."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+from agent.folder import RunFolder
+from agent.monitor import find_run, read_state
+from agent.plan import read_plan
+from agent.processes import ProcessId, kill_session, wait_until
+from agent.render import Answer
+from agent.request import again
+from agent.runner import Context, handle, our_command, run
+from agent.states import UNFINISHED
+from finetune.errors import FinetuneError
+
+_AFTER_KILL_S = 15.0
+
+
+def resume(name: str, extend: int | None, context: Context) -> Answer:
+    """Go on with a run from its newest checkpoint, to more steps where `extend` says so."""
+    folder = find_run(name, context.cwd, context.machine.environ)
+    plan = read_plan(folder.plan)
+    if plan is None:
+        raise FinetuneError(
+            "run_missing", f"{folder.path} has no plan.json: no run was started there", run=str(folder.path)
+        )
+    steps = plan["arithmetic"]["steps"]
+    if extend is not None and extend <= steps:
+        raise FinetuneError(
+            "bad_value",
+            f"extend: {extend} is not above the {steps} steps of the plan",
+            setting="extend",
+            steps=steps,
+        )
+    changes: dict[str, Any] = {"out": str(folder.path)} | ({} if extend is None else {"max_steps": extend})
+    answer = run(again(plan, changes, context.cwd), context, is_extension=extend is not None)
+    return replace(answer, command="resume")
+
+
+def stop(name: str, grace_s: float, context: Context) -> Answer:
+    """Ask a run to finish its step, save and end; after the grace time kill it."""
+    folder = find_run(name, context.cwd, context.machine.environ)
+    host = context.machine.host
+    state = read_state(folder, host)
+    if state["state"] not in UNFINISHED:
+        return replace(
+            handle(folder, state),
+            command="stop",
+            summary=f"nothing to stop: the run is {state['state']}",
+            next_actions=[],
+        )
+    if state["host"] != host:
+        raise FinetuneError(
+            "run_in_use", f"the run works on {state['host']}; stop it there", host=state["host"]
+        )
+    folder.stop_request.touch()
+    ProcessId(state["pid"], state["pid_start"], state["boot_id"]).send(signal.SIGTERM)
+    killed = not wait_until(lambda: read_state(folder, host)["state"] not in UNFINISHED, grace_s)
+    if killed:
+        _kill(folder, host)
+    state = read_state(folder, host)
+    answer = replace(
+        handle(folder, state),
+        command="stop",
+        next_actions=[("go on", our_command("resume", str(folder.path)))],
+    )
+    answer.data["killed"] = killed
+    if state["state"] in UNFINISHED:
+        answer.errors = [
+            FinetuneError(
+                "still_running", f"the run is still {state['state']} after {grace_s:g} s", grace_s=grace_s
+            )
+        ]
+    return answer
+
+
+def _kill(folder: RunFolder, host: str) -> None:
+    """Kill the training of a run that did not stop, then, if even that does not end it, its runner."""
+    state = read_state(folder, host)
+    child = state["child"]
+    if child and ProcessId(child["pid"], child["pid_start"], child["boot_id"]).is_alive:
+        kill_session(child["pid"])
+    if not wait_until(lambda: read_state(folder, host)["state"] not in UNFINISHED, _AFTER_KILL_S):
+        ProcessId(state["pid"], state["pid_start"], state["boot_id"]).send(signal.SIGKILL)
+        wait_until(lambda: read_state(folder, host)["state"] not in UNFINISHED, _AFTER_KILL_S)

@@ -1,0 +1,344 @@
+"""A plan: every value with its source, what it costs, and exactly what will be started.
+
+plan_id says what the run computes: method, settings that change the mathematics, and content digests; no paths, no
+ranks, no devices. Equal plan_ids may share a run folder, others may not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agent import preflight
+from agent.environment import child_environment, replayed_environment
+from agent.folder import SCHEMA_VERSION, read_document, write_document
+from agent.preflight import Findings, ModelFound
+from agent.request import Request
+from agent.system import DEVICE_LISTS, SOURCE_ROOT, Device, Machine
+from finetune.config import (
+    DEFAULT_MAX_LENGTH,
+    RunConfig,
+    contradictions,
+    global_batch,
+    idle_at_size_one,
+    rows_per_forward,
+    steps_of,
+)
+from finetune.errors import FinetuneError, Problems
+from finetune.knobs import knobs
+
+RUN_ID = "{run_id}"  # stands for the id of a run that has none yet
+_BYTES_PER_TRAINED = 12  # fp32 weight and the two moments of AdamW
+_PATHS = (
+    "model",
+    "data",
+    "eval_data",
+    "domain",
+    "chat_template",
+    "init_adapter",
+    "revision",
+)  # their content counts, not their names
+_FEW_STEPS = 10
+_FSDP_SHARE = 0.6  # of a rank's memory that its own copy of all weights may take
+
+
+def make_plan(
+    request: Request, machine: Machine, cwd: Path, verify_model: bool = False
+) -> tuple[dict[str, Any], Findings]:
+    """Return the quick plan and what its checks found; raise Problems where the settings allow no plan at all."""
+    found = Findings(list(request.problems))
+    if request.config is None:
+        raise Problems(found.problems)
+    config, sources = request.config, dict(request.sources)
+    found.problems += contradictions(config, request.set_by_user)
+    for name in idle_at_size_one(config, request.set_by_user):
+        found.warn("idle_setting", f"{name} has no effect with one rank")
+    found.problems += preflight.missing_files(config)
+    found.problems += preflight.stored_secrets(dataclasses.asdict(config), machine.environ)
+    device = preflight.choose_device(config.device, machine, found)
+    devices = preflight.devices_of_ranks(device, config.num_gpus, machine, found)
+    model = preflight.find_model(config, verify_model, found)
+    config = _decided(config, sources, device, devices, model, machine, cwd)
+    data = {
+        "files": preflight.find_data(config.data, found),
+        "eval_files": preflight.find_data(preflight.held_out_sources(config), found),
+    }
+    preflight.check_writable(Path(config.out), found)
+    identity = _identity(request, config, data, model)
+    plan = {
+        "schema_version": SCHEMA_VERSION,
+        "plan_id": plan_id(identity),
+        "method": request.method.name,
+        "created": time.time(),
+        "level": "quick",
+        "settings": _with_sources(config, sources),
+        "model": _model_section(model, config),
+        "data": data,
+        "parallel": _parallel_section(config, request, devices),
+        "arithmetic": _arithmetic(config, data, found),
+        "estimates": _estimates(config, model, found),
+        "identity": identity,
+        "launch": _launch_section(config, devices, machine.environ),
+        "prepared": None,
+        "report": None,
+        "warnings": [],
+    }
+    return finished(plan, found), found
+
+
+def finished(plan: dict[str, Any], found: Findings) -> dict[str, Any]:
+    """Return the plan with the warnings so far."""
+    return plan | {"warnings": [{"hint_id": code, "text": text} for code, text in found.warnings]}
+
+
+def _decided(
+    config: RunConfig,
+    sources: dict[str, str],
+    device: str,
+    devices: list[Device],
+    model: ModelFound | None,
+    machine: Machine,
+    cwd: Path,
+) -> RunConfig:
+    """Return the config with every auto and none decided; `sources` learns which values are the plan's."""
+    context = model.facts.context if model else DEFAULT_MAX_LENGTH
+    bf16 = machine.cpu_bf16 if device == "cpu" else all(item.has_bf16 for item in devices)
+    choices: dict[str, Any] = {
+        "device": device,
+        "out": str(cwd / "runs" / RUN_ID),
+        "dtype": "bf16" if bf16 else "fp32",
+        "attention": "sdpa",
+        "gradient_checkpointing": device == "cuda",
+        "parallel": _parallel(config, device, devices, model, machine),
+        "max_length": min(context, DEFAULT_MAX_LENGTH),
+        "threads": _threads(config.num_gpus, machine),
+    }
+    with contextlib.suppress(FinetuneError):  # reported with the contradictions
+        choices["global_batch_size"] = global_batch(config)
+    undecided = {name: value for name, value in choices.items() if getattr(config, name) in ("auto", None)}
+    sources.update(dict.fromkeys(undecided, "plan"))
+    return dataclasses.replace(config, **undecided)
+
+
+def _parallel(
+    config: RunConfig, device: str, devices: list[Device], model: ModelFound | None, machine: Machine
+) -> str:
+    """Return ddp, or fsdp2 where whole copies of the weights (in full tuning of the optimizer too) would crowd the memory."""
+    if config.num_gpus == 1 or model is None:
+        return "ddp"
+    per_parameter = 4 + _BYTES_PER_TRAINED if config.tuning == "full" else 2
+    needed = model.facts.parameters * per_parameter
+    sizes = [item.memory_bytes for item in devices if item.memory_bytes]
+    available = min(sizes, default=0) if device == "cuda" else machine.memory_bytes // config.num_gpus
+    return "fsdp2" if available and needed > _FSDP_SHARE * available else "ddp"
+
+
+def _threads(num_ranks: int, machine: Machine) -> int:
+    asked = machine.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() and int(asked) > 0 else max(1, machine.cores // num_ranks)
+
+
+def _with_sources(config: RunConfig, sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    return {
+        item.name: {"value": getattr(config, item.name), "source": sources.get(item.name, "default")}
+        for item in knobs(type(config))
+    }
+
+
+def _model_section(model: ModelFound | None, config: RunConfig) -> dict[str, Any]:
+    if model is None:
+        return {"id": config.model, "revision": config.revision, "sha256": None}
+    facts = dataclasses.asdict(model.facts)
+    trained = preflight.trainable_parameters(config, model)
+    return {
+        "id": model.source.id,
+        "revision": model.source.revision,
+        "sha256": model.digest,
+        "trained_parameters": trained,
+    } | facts
+
+
+def _parallel_section(config: RunConfig, request: Request, devices: list[Device]) -> dict[str, Any]:
+    """Return how ranks share the work. A plan without this section (of an older version) means: in this process."""
+    kind = "single" if config.num_gpus == 1 else config.parallel
+    profile = request.profile.fingerprint if request.profile else None
+    names = [{"id": item.id, "name": item.name} for item in devices]
+    return {
+        "kind": kind,
+        "num_gpus": config.num_gpus,
+        "device": config.device,
+        "devices": names,
+        "profile": profile,
+    }
+
+
+def _arithmetic(config: RunConfig, data: dict[str, Any], found: Findings) -> dict[str, Any]:
+    """Return rows, batches and steps as far as counting rows tells; the full checks know dropped rows too."""
+    counts = [
+        None if file["rows"] is None else math.floor(file["rows"] * file["weight"]) for file in data["files"]
+    ]
+    num_rows = None if None in counts or not counts else sum(count or 0 for count in counts)
+    held_out = sum(file["rows"] or 0 for file in data["eval_files"])
+    if num_rows is not None and not data["eval_files"]:
+        held_out = math.floor(num_rows * config.eval_fraction)
+        num_rows -= held_out
+    return batch_arithmetic(config, num_rows, held_out, found)
+
+
+def batch_arithmetic(
+    config: RunConfig, num_rows: int | None, held_out: int, found: Findings
+) -> dict[str, Any]:
+    """Return the steps of a run over so many trained rows, with a warning where they are few or nothing is held out."""
+    batch: int | None = None
+    steps = config.max_steps
+    with contextlib.suppress(FinetuneError):  # reported with the contradictions
+        batch = global_batch(config)
+        steps = steps if num_rows is None else steps_of(config, num_rows)
+    if steps is not None and steps < _FEW_STEPS:
+        found.warn("few_steps", f"the run takes {steps} optimizer steps")
+    if held_out == 0 and num_rows is not None:
+        found.warn("no_eval_rows", "no row is held out: nothing will tell whether the run helped")
+    return {
+        "rows_trained": num_rows,
+        "rows_held_out": min(held_out, config.eval_rows),
+        "global_batch_size": batch,
+        "rows_per_rank": None if batch is None else math.ceil(batch / config.num_gpus),
+        "rows_per_forward": None if batch is None else rows_per_forward(config),
+        "steps": steps,
+    }
+
+
+def _estimates(config: RunConfig, model: ModelFound | None, found: Findings) -> dict[str, Any]:
+    """Return bytes on disk and, once the full checks ran, in memory."""
+    if model is None:
+        return {"disk_bytes": None, "memory_bytes_per_rank": None}
+    checkpoint = preflight.trainable_parameters(config, model) * _BYTES_PER_TRAINED
+    needed = checkpoint * (config.checkpoints_kept + 2)  # the best one and the final adapter besides
+    free = preflight.check_disk(Path(config.out), needed, found)
+    return {"disk_bytes": needed, "free_disk_bytes": free, "memory_bytes_per_rank": None}
+
+
+def _identity(
+    request: Request, config: RunConfig, data: dict[str, Any], model: ModelFound | None
+) -> dict[str, Any]:
+    """Return what the run computes, by name: its hash is the plan_id, and a conflict is shown field by field."""
+    values = {
+        item.name: getattr(config, item.name)
+        for item in knobs(type(config))
+        if item.identity and item.name not in _PATHS
+    }
+    if config.max_steps is not None:
+        del values["epochs"]
+    return {
+        "method": request.method.name,
+        **values,
+        "model.sha256": model.digest if model else None,
+        "data": _content(data["files"]),
+        "eval_data": _content(data["eval_files"]),
+        "domain": _content_of(config.domain),
+        "chat_template": _content_of(config.chat_template),
+        "init_adapter": _adapter_digest(config.init_adapter),
+        "profile": request.profile.fingerprint if request.profile else None,
+    }
+
+
+def _content(files: list[dict[str, Any]]) -> list[str]:
+    """Return digest and weight of each file; a Hub id, whose bytes are not here, stands for itself."""
+    return [f"{file['sha256'] or file['path']}:{file['weight']:g}" for file in files]
+
+
+def _content_of(text: str | None) -> str | None:
+    if text is None or not os.path.isfile(text):
+        return text
+    return hashlib.sha256(Path(text).read_bytes()).hexdigest()
+
+
+def _adapter_digest(folder: str | None) -> str | None:
+    if folder is None:
+        return None
+    files = [Path(folder) / name for name in ("adapter_config.json", "adapter_model.safetensors")]
+    return hashlib.sha256("".join(_content_of(str(path)) or "" for path in files).encode()).hexdigest()
+
+
+def plan_id(identity: dict[str, Any]) -> str:
+    text = json.dumps(identity, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _launch_section(config: RunConfig, devices: list[Device], environ: Mapping[str, str]) -> dict[str, Any]:
+    environment = launch_environment(config, devices, environ)
+    return {
+        "argv": launch_argv(Path(config.out)),
+        "environment_names": sorted(environment),
+        "environment": replayed_environment(environment),
+    }
+
+
+def launch_argv(run_dir: Path) -> list[str]:
+    """Return the command that trains."""
+    return [sys.executable, "-m", "finetune.launch", str(run_dir)]
+
+
+def launch_environment(
+    config: RunConfig, devices: list[Device], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment of the command that trains: our devices, our source tree, nothing of another launcher."""
+    path = [str(SOURCE_ROOT), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
+    extra = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
+    if devices:
+        chosen = next((name for name in DEVICE_LISTS if name in environ), DEVICE_LISTS[0])
+        extra[chosen] = ",".join(device.id for device in devices)
+        extra["CUDA_DEVICE_ORDER"] = environ.get(
+            "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+        )  # the order in which the driver lists them
+    if config.deterministic and config.device == "cuda":
+        extra["CUBLAS_WORKSPACE_CONFIG"] = environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return child_environment(environ, extra)
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the fields in which two identities differ, each with both values."""
+    names = sorted(old.keys() | new.keys())
+    return [
+        {"field": name, "old": old.get(name), "new": new.get(name)}
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
+
+
+def home(environ: Mapping[str, str]) -> Path:
+    """Return the folder of plans and of the index of runs."""
+    return Path(
+        os.path.abspath(os.path.expanduser(environ.get("FINETUNE_HOME") or "~/.local/state/finetune"))
+    )
+
+
+def store_plan(plan: dict[str, Any], environ: Mapping[str, str]) -> Path:
+    """Write the plan of a dry run, the one file that it leaves."""
+    path = home(environ) / "plans" / f"{plan['plan_id']}.json"
+    write_document(path, "plan", plan)
+    return path
+
+
+def read_plan(path: Path) -> dict[str, Any] | None:
+    """Return a plan file, None where there is none; one of an older version without a parallel section means one process."""
+    plan = read_document(path, "plan")
+    if plan is not None:
+        plan.setdefault(
+            "parallel", {"kind": "single", "num_gpus": 1, "device": "cpu", "devices": [], "profile": None}
+        )
+    return plan
+
+
+def config_of(plan: dict[str, Any], config_class: type[RunConfig]) -> RunConfig:
+    """Return the settings of a plan as the engine will see them."""
+    return config_class(**{name: setting["value"] for name, setting in plan["settings"].items()})

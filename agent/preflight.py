@@ -1,0 +1,227 @@
+"""What can be told before anything is paid for: the quick checks, which read files and ask the machine, without torch.
+
+Checks report; they never stop at the first problem and never change a setting.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agent.environment import secret_values
+from agent.system import Device, Machine, free_disk
+from finetune.config import RunConfig
+from finetune.data.rows import data_digest, eval_sources
+from finetune.errors import FinetuneError, Problems
+from finetune.model.source import (
+    ModelFacts,
+    Source,
+    model_digest,
+    model_facts,
+    resolve_source,
+    target_problems,
+    weight_shapes,
+)
+from finetune.model.source import is_vocabulary_sized as is_outer
+
+Warning_ = tuple[str, str]  # code, text
+GIB = 2**30
+_DISK_RESERVE = 1 * GIB
+_HIDDEN = "there is an accelerator here ({signs}), but it is hidden from this process"
+_WHY_MISSING = {
+    "hidden": ("device_hidden", _HIDDEN + " (sandbox, container or CUDA_VISIBLE_DEVICES)"),
+    "broken": (
+        "no_device",
+        "an accelerator should be here ({signs}), but no driver reports one; mend the driver, or give --device cpu",
+    ),
+    "no_torch_build": (
+        "no_device",
+        "an accelerator is visible ({signs}), but the installed torch is a CPU build; install one for it, or give --device cpu",
+    ),
+}
+
+
+@dataclass
+class Findings:
+    """What checks found."""
+
+    problems: list[FinetuneError] = field(default_factory=list)
+    warnings: list[Warning_] = field(default_factory=list)
+
+    def add(self, error: FinetuneError | Problems) -> None:
+        self.problems += error.errors if isinstance(error, Problems) else [error]
+
+    def warn(self, code: str, text: str) -> None:
+        self.warnings.append((code, text))
+
+
+@dataclass(frozen=True)
+class ModelFound:
+    """A model as the plan knows it."""
+
+    source: Source
+    digest: str
+    facts: ModelFacts
+
+
+def choose_device(asked: str, machine: Machine, found: Findings) -> str:
+    """Return cuda or cpu; on a problem what the rest of the plan can go on with."""
+    if asked == "cpu":
+        return "cpu"
+    if machine.devices:
+        return "cuda"
+    signs = ", ".join(machine.signs)
+    if machine.missing:
+        code, text = _WHY_MISSING[machine.missing]
+        found.add(
+            FinetuneError(
+                code, f"device: {text.format(signs=signs)}", setting="device", signs=list(machine.signs)
+            )
+        )
+    elif asked == "cuda":
+        found.add(
+            FinetuneError(
+                "no_device", "device: no accelerator is here; give --device cpu", setting="device", signs=[]
+            )
+        )
+    else:
+        found.warn("cpu_training", f"no accelerator is here: training on the CPU ({machine.cores} cores)")
+    return "cpu"
+
+
+def devices_of_ranks(device: str, num_gpus: int, machine: Machine, found: Findings) -> list[Device]:
+    """Return the devices that the ranks get, the first visible ones in their order; none on the cpu."""
+    if device == "cpu":
+        return []
+    if num_gpus > len(machine.devices):
+        text = f"num_gpus: {num_gpus} asked for, {len(machine.devices)} visible; lower --num-gpus"
+        found.add(
+            FinetuneError(
+                "not_enough_devices", text, setting="num_gpus", asked=num_gpus, visible=len(machine.devices)
+            )
+        )
+    return list(machine.devices[:num_gpus])
+
+
+def find_model(config: RunConfig, verify: bool, found: Findings) -> ModelFound | None:
+    try:
+        source = resolve_source(config.model, config.revision, config.trust_remote_code, download=False)
+        model = ModelFound(source, model_digest(source, verify), model_facts(source))
+    except (FinetuneError, Problems) as error:
+        found.add(error)
+        return None
+    if config.trust_remote_code and source.config.get("auto_map"):
+        found.warn(
+            "remote_code", f"model {config.model} runs its own Python code, as --trust-remote-code allows"
+        )
+    if config.tuning == "lora" and not config.init_adapter:
+        found.problems += target_problems(source, config.lora_targets)
+    if config.max_length and config.max_length > model.facts.context:
+        text = f"max_length: {config.max_length} is more than the model's context of {model.facts.context} tokens"
+        found.add(FinetuneError("bad_value", text, setting="max_length", context=model.facts.context))
+    return model
+
+
+def find_data(sources: list[str], found: Findings) -> list[dict[str, Any]]:
+    """Return path, sha256, bytes, rows and weight of each data file."""
+    try:
+        files = data_digest(sources)
+    except (FinetuneError, Problems) as error:
+        found.add(error)
+        return []
+    for file in files:
+        if file["rows"] == 0:
+            found.add(FinetuneError("no_rows", f"{file['path']}: holds no rows", file=file["path"]))
+    return files
+
+
+def held_out_sources(config: RunConfig) -> list[str]:
+    return config.eval_data or eval_sources(config.data)
+
+
+def missing_files(config: RunConfig) -> Iterator[FinetuneError]:
+    """Yield the files that settings name and that are not there; data, model, profile and adapter have their own checks."""
+    for name, file in (("chat_template", config.chat_template), ("domain", config.domain)):
+        if file and os.path.isabs(file) and not os.path.isfile(file):
+            yield FinetuneError("file_missing", f"{name}: {file} is not there", setting=name, file=file)
+
+
+def stored_secrets(settings: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[FinetuneError]:
+    """Yield the settings that hold the value of a secret: settings are written to disk, so a secret has no place there."""
+    names = {value: name for name, value in environ.items()}
+    for setting, value in settings.items():
+        for secret in secret_values(environ):
+            if secret in str(value):
+                text = f"{setting}: holds the value of {names[secret]}; settings are stored, secrets are not"
+                yield FinetuneError("bad_value", text, setting=setting)
+
+
+def trainable_parameters(config: RunConfig, model: ModelFound) -> int:
+    """Return how many parameters are trained; 0 where the model's weights are not here to be measured."""
+    shapes = weight_shapes(model.source)
+    if config.tuning == "full":
+        return model.facts.parameters
+    rows = model.facts.vocab_rows
+    matrices = {
+        name.removesuffix(".weight"): shape
+        for name, shape in shapes.items()
+        if len(shape) == 2 and not is_outer(shape, rows)
+    }
+    targets = (
+        None
+        if config.lora_targets == "all-linear"
+        else [f".{target.strip()}" for target in config.lora_targets.split(",")]
+    )
+    chosen = [
+        shape for name, shape in matrices.items() if targets is None or f".{name}".endswith(tuple(targets))
+    ]
+    return config.lora_rank * sum(sum(shape) for shape in chosen)
+
+
+def check_disk(out: Path, needed: int, found: Findings) -> int:
+    """Check that the checkpoints will fit; return the free bytes."""
+    free = free_disk(out)
+    text = f"out: {out} has {free / GIB:.1f} GiB free, the checkpoints take {needed / GIB:.1f} GiB"
+    if needed > free:
+        found.add(FinetuneError("not_enough_disk", text, needed_bytes=needed, free_bytes=free))
+    elif needed + _DISK_RESERVE > free:
+        found.warn("low_disk", text)
+    return free
+
+
+def check_writable(out: Path, found: Findings) -> None:
+    """Check that the run folder is there or could be made, without making it."""
+    parent = out
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        found.add(
+            FinetuneError(
+                "bad_value",
+                f"out: {out} cannot be made: {parent} is no folder that can be written",
+                setting="out",
+            )
+        )
+
+
+def check_memory(
+    needed: int | None, device: str, num_gpus: int, devices: list[Device], machine: Machine, found: Findings
+) -> None:
+    """Compare the forecast of one rank with what it can get: its device's memory, or its share of main memory."""
+    if needed is None:
+        return
+    if device == "cuda":
+        sizes = [item.free_bytes for item in devices if item.free_bytes is not None]
+        available = min(sizes, default=None)
+    else:
+        available = machine.free_memory_bytes // num_gpus
+    if available is None:
+        return
+    text = f"memory: a rank takes about {needed / GIB:.1f} GiB, {available / GIB:.1f} GiB are free for it"
+    if needed > available:
+        found.add(FinetuneError("not_enough_memory", text, needed_bytes=needed, available_bytes=available))
+    elif needed > 0.85 * available:
+        found.warn("low_memory", text)

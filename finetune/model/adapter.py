@@ -1,0 +1,178 @@
+"""Adapters on disk: read them, and prove that what is read is a whole, finite LoRA adapter of the model at hand.
+
+Rule: an adapter that fits only in part is refused. Libraries load one whose keys carry a wrapper's name with a warning,
+and then nothing of it is applied.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from finetune.errors import FinetuneError, boundary
+
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
+BASE_DIGEST = (
+    "base_model_sha256"  # in the metadata of the tensor file: the model that the adapter was trained on
+)
+KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+# Parts of PEFT's LoRA that training here never makes, and that a plain W + scale * B A would get wrong.
+_REFUSED = (
+    "use_dora",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_bias",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+)
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter. pairs: module name -> (A of shape (rank, in), B of shape (out, rank))."""
+
+    config: LoraConfig
+    pairs: dict[str, tuple[Tensor, Tensor]]
+    base_digest: str | None
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank, or alpha / sqrt(rank) for a rank-stabilised adapter (arXiv:2312.03732)."""
+        return self.config.lora_alpha / (
+            math.sqrt(self.config.r) if self.config.use_rslora else self.config.r
+        )
+
+    def summed(self, weight: Tensor, module: str) -> Tensor:
+        """Return weight + scale * B A in fp32, for one module."""
+        a, b = (side.to(weight.device, torch.float32) for side in self.pairs[module])
+        change = self.scale * (b @ a)
+        return weight.float() + (change.T if self.config.fan_in_fan_out else change)
+
+
+def read_adapter_config(folder: str | Path) -> LoraConfig:
+    """Return the LoRA settings of an adapter folder; raises FinetuneError(bad_adapter) for what is no plain LoRA."""
+    path = Path(folder) / CONFIG_FILE
+    if not path.is_file():
+        raise FinetuneError(
+            "bad_adapter", f"{folder}: no adapter, it has no {CONFIG_FILE}", folder=str(folder)
+        )
+    with boundary("bad_adapter", str(path)):
+        config = PeftConfig.from_pretrained(str(folder))
+    if not isinstance(config, LoraConfig):
+        raise FinetuneError("bad_adapter", f"{path}: only LoRA adapters are read, this is {config.peft_type}")
+    used = [name for name in _REFUSED if getattr(config, name, None)] + (
+        ["bias"] if config.bias != "none" else []
+    )
+    if used:
+        raise FinetuneError(
+            "bad_adapter",
+            f"{path}: it uses {', '.join(used)}, which only plain LoRA adapters are free of",
+            settings=used,
+        )
+    return config
+
+
+def load_adapter_tensors(folder: str | Path, expected: Shapes) -> dict[str, Tensor]:
+    """Return the tensors of an adapter folder by key, fp32 on the CPU.
+
+    expected: key -> shape, as the model at hand has them. Raises FinetuneError: bad_adapter for other keys or shapes,
+    non_finite for a tensor that is not finite.
+    """
+    path = Path(folder) / TENSOR_FILE
+    tensors, _ = _stored(path)
+    if set(tensors) != set(expected):
+        raise FinetuneError("bad_adapter", f"{path}: {_key_difference(set(tensors), set(expected))}")
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != tuple(expected[name]):
+            text = f"{path}: {name} has shape {tuple(tensor.shape)}, the model needs {tuple(expected[name])}"
+            raise FinetuneError("bad_adapter", text, tensor=name)
+        if not torch.isfinite(tensor).all():
+            raise FinetuneError("non_finite", f"{path}: {name} has values that are not finite", tensor=name)
+    return {name: tensor.float() for name, tensor in tensors.items()}
+
+
+def check_adapter(folder: str | Path, base_shapes: Shapes) -> Adapter:
+    """Return an adapter that was found whole, finite, fitting to the model and trained.
+
+    base_shapes: the model's stored tensors. Raises what load_adapter_tensors does, bad_value for adapters on the
+    embedding or the head, no_learning_signal where no B moved from zero.
+    """
+    config = read_adapter_config(folder)
+    tensors = load_adapter_tensors(folder, adapter_shapes(config, base_shapes))
+    if not any(tensor.any() for name, tensor in tensors.items() if ".lora_B." in name):
+        raise FinetuneError(
+            "no_learning_signal", f"{folder}: every lora_B is zero, so the adapter changes nothing"
+        )
+    modules = sorted({_module(name) for name in tensors})
+    pairs = {module: (tensors[_key(module, "A")], tensors[_key(module, "B")]) for module in modules}
+    return Adapter(config, pairs, _stored(Path(folder) / TENSOR_FILE)[1].get(BASE_DIGEST))
+
+
+def adapter_shapes(config: LoraConfig, base_shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """Return key -> shape of the adapter that these settings give on a model with these stored tensors."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in base_shapes.items():
+        module = name.removesuffix(".weight")
+        if len(shape) != 2 or not check_target_module_exists(config, module):
+            continue
+        if module.rpartition(".")[2] in ("lm_head", "embed_tokens"):
+            raise FinetuneError(
+                "bad_value",
+                f"lora_targets: {module} is the embedding or the head, which cannot be adapted",
+                setting="lora_targets",
+            )
+        rows, width = reversed(shape) if config.fan_in_fan_out else shape
+        shapes |= {_key(module, "A"): (config.r, width), _key(module, "B"): (rows, config.r)}
+    return shapes
+
+
+def _key(module: str, side: str) -> str:
+    return f"base_model.model.{module}.lora_{side}.weight"
+
+
+def _module(key: str) -> str:
+    match = KEY.fullmatch(key)
+    assert match, "expected keys are of this form"
+    return match["module"]
+
+
+def _stored(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise FinetuneError(
+            "bad_adapter", f"{path}: no readable adapter: {str(error)[:200]}", file=str(path)
+        ) from error
+
+
+def _key_difference(found: set[str], expected: set[str]) -> str:
+    parts = [
+        f"{len(names)} {what}, as {', '.join(sorted(names)[:3])}"
+        for what, names in (("unexpected keys", found - expected), ("missing keys", expected - found))
+        if names
+    ]
+    return "; ".join(parts) + ": it belongs to another model, or a wrapper's name stands in its keys"
+
+
+def rebased_config(folder: Path, base_id: str) -> dict[str, Any]:
+    """Return an adapter's settings as JSON values that name their base, in an order that does not change."""
+    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    targets = config["target_modules"]
+    ordered = sorted(targets) if isinstance(targets, list) else targets
+    return config | {"base_model_name_or_path": base_id, "target_modules": ordered, "inference_mode": True}

@@ -1,0 +1,148 @@
+"""Supervised finetuning: loss = sum of -w log p over the supervised tokens / sum of w, over all ranks and microbatches of a step.
+
+Rows of step k are a pure function of (seed, k); evaluation by generation runs on an unsharded policy, each rank its share.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from finetune.config import SftConfig, global_batch, rows_per_forward, steps_of
+from finetune.data.batches import Budget, rank_batches, step_rows
+from finetune.data.prepare import Prepared, load_prepared
+from finetune.errors import FinetuneError
+from finetune.model.policy import check_packing
+from finetune.parallel.shard import measured_kind, sharding_facts
+from finetune.parallel.world import World
+from finetune.records import EvalResult, Journal, StopFlag, TrainResult, jsonable
+from finetune.train.evaluate import lift
+from finetune.train.held_out import HeldOut, evaluate_held_out, held_out_loss
+from finetune.train.losses import weighted_nll
+from finetune.train.metrics import Stopwatch, peak_memory_bytes
+from finetune.train.step import (
+    Job,
+    Training,
+    load_weights,
+    log_step,
+    save_checkpoint,
+    start_training,
+    take_step,
+    unsharded_policy,
+    write_final,
+)
+
+
+def train(job: Job, world: World, journal: Journal, stop: StopFlag) -> TrainResult:
+    """Train on this rank as one of `world` and return the result, which is the same on every rank.
+
+    Raises FinetuneError: non_finite, no_gradient, no_learning_signal, bad_checkpoint, packing_unsafe, ...
+    """
+    prepared = load_prepared(job.prepared_dir)
+    config = job.config
+    assert isinstance(config, SftConfig)
+    training = start_training(job, world, journal, stop, steps_of(config, len(prepared.train)))
+    if config.packing:
+        check_packing(training.policy, training.module)
+    watch = Stopwatch()
+    if training.progress.eval_before is None:
+        before = _evaluate(training, prepared)
+        training.progress.eval_before = jsonable(before) if before else None
+        journal.event("evaluated", step=training.progress.step, **_short(before))
+    status = _steps(training, prepared, config)
+    if status == "stopped":
+        return _result(training, status, None, watch)
+    after = _evaluate(training, prepared)
+    journal.event("evaluated", step=training.progress.step, **_short(after))
+    write_final(training)
+    return _result(training, "succeeded", after, watch)
+
+
+def _steps(training: Training, prepared: Prepared, config: SftConfig) -> str:
+    """Make the steps that are left; return "succeeded", or "stopped" where a signal asked for it."""
+    for step in range(training.progress.step + 1, training.num_steps + 1):
+        rows = step_rows(config.seed, step, len(prepared.train), global_batch(config))
+        batches, total = rank_batches(rows, prepared.train, _budget(config), training.world.rank, training.world.size)
+        facts = take_step(training, step, batches, lambda logps, batch, total=total: weighted_nll(logps, batch.weights_N) / total)
+        more: dict[str, Any] = {"rows": [prepared.train[row].row for row in rows]}
+        is_best = False
+        if config.eval_every and step % config.eval_every == 0 and prepared.eval:
+            more["eval_loss"] = held_out_loss(training.module, _held_out(training, prepared))
+            is_best = training.progress.take_eval(more["eval_loss"])
+        log_step(training, step, facts, **more)  # before the checkpoint: a resumed run makes no line of a saved step
+        is_over = config.early_stopping is not None and training.progress.evals_without_gain >= config.early_stopping
+        is_last = step == training.num_steps or is_over
+        if is_last or is_best or facts.stop_asked or step % config.checkpoint_every == 0:
+            save_checkpoint(training)
+        if is_last:
+            break
+        if facts.stop_asked:
+            return "stopped"
+    if config.early_stopping and training.progress.best_step:
+        load_weights(training, training.progress.best_step)
+    return "succeeded"
+
+
+def _held_out(training: Training, prepared: Prepared) -> HeldOut:
+    return HeldOut(prepared, training.config, training.job.source, training.world, training.journal.heartbeat)
+
+
+def _evaluate(training: Training, prepared: Prepared) -> EvalResult | None:
+    return evaluate_held_out(training.module, _held_out(training, prepared), lambda: unsharded_policy(training))
+
+
+def _budget(config: SftConfig) -> Budget:
+    return Budget(config.micro_batch_tokens, rows_per_forward(config), config.packing)
+
+
+def _short(result: EvalResult | None) -> dict[str, Any]:
+    return {"loss": result.loss, "accuracy": result.accuracy, "num_rows": result.num_rows} if result else {"num_rows": 0}
+
+
+def _result(training: Training, status: str, after: EvalResult | None, watch: Stopwatch) -> TrainResult:
+    progress = training.progress
+    before = EvalResult(**progress.eval_before) if progress.eval_before else None
+    recent = progress.recent_losses or []
+    own = {"peak_memory_bytes": peak_memory_bytes(training.world.device), **sharding_facts(training.module)}
+    ranks = training.world.gather(own)
+    facts = {
+        "parallel": measured_kind(training.module),
+        "world_size": training.world.size,
+        "local_parameter_bytes": [rank["local_parameter_bytes"] for rank in ranks],
+        "parameter_bytes": ranks[0]["parameter_bytes"],
+        "num_dtensors": ranks[0]["num_dtensors"],
+        "peak_memory_bytes": [rank["peak_memory_bytes"] for rank in ranks],
+        "trainable_parameters": sum(parameter.numel() for parameter in training.parameters.values()),
+        "num_forwards": training.num_forwards,
+        "num_backwards": training.num_backwards,
+        "training_s": round(watch.read(), 2),
+        "best_step": progress.best_step,
+        "resumed_from": training.resumed_from,
+    }
+    return TrainResult(
+        status=status,
+        steps=progress.step,
+        train_loss=math.fsum(recent) / len(recent) if recent else None,
+        eval_before=_summary(before),
+        eval_after=_summary(after),
+        lift=_lift(before, after, training.config.seed),
+        facts=facts,
+    )
+
+
+def _summary(result: EvalResult | None) -> dict[str, Any] | None:
+    if result is None:
+        return None
+    return {name: value for name, value in asdict(result).items() if name not in ("scores", "row_losses")}
+
+
+def _lift(before: EvalResult | None, after: EvalResult | None, seed: int) -> dict[str, Any] | None:
+    """Compare both policies row by row: by score where there are scores, else by the loss they save."""
+    if before is None or after is None:
+        return None
+    if before.scores and after.scores:
+        return {"of": "accuracy", **lift(before.scores, after.scores, seed)}
+    if not before.row_losses or not after.row_losses:
+        raise FinetuneError("bug", "evaluations without rows cannot be compared")
+    return {"of": "loss saved", **lift([-loss for loss in before.row_losses], [-loss for loss in after.row_losses], seed)}

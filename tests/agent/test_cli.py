@@ -1,0 +1,272 @@
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent import cli
+from agent.commands import VERBS
+from agent.folder import RunFolder, check_against_schema, write_document
+from agent.states import first_state
+from agent.system import Device, read_machine
+from finetune.errors import EXIT_CODES
+from finetune.knobs import knobs
+from finetune.methods import METHODS
+
+from .conftest import TINY, checked
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = [sys.executable, str(ROOT / "scripts" / "run_finetune_local.py")]
+QUICK_S = 0.5
+
+
+def best_time(argv: list[str]) -> float:
+    """Return the shortest of up to ten runs: what the command takes, without what else this machine does."""
+    seconds = []
+    for _ in range(10):
+        begin = time.perf_counter()
+        subprocess.run(
+            argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, check=False
+        )
+        seconds.append(time.perf_counter() - begin)
+        if seconds[-1] < QUICK_S:
+            break
+    return min(seconds)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = RunFolder(tmp_path / "run")
+    write_document(folder.state, "state", first_state("sft-1", "0" * 16, "here") | {"state": "stopped"})
+    return folder.path
+
+
+@pytest.mark.parametrize("verb", ["--help", "run", "status", "list", "logs", "plan"])
+def test_looking_and_planning_take_less_than_half_a_second(verb: str, run_dir: Path, rows: Path) -> None:
+    argv = {
+        "run": ["run", "--help"],
+        "status": ["status", str(run_dir)],
+        "logs": ["logs", str(run_dir)],
+        "plan": ["plan", *TINY, "--data", str(rows), "--out", str(run_dir.parent / "o")],
+    }.get(verb, [verb])
+    assert best_time([sys.executable, "-m", "agent.cli", *argv]) < QUICK_S
+
+
+def test_planning_imports_no_torch(rows: Path) -> None:
+    code = f"""
+import sys
+from agent import cli
+assert cli.main({["plan", *TINY, "--data", str(rows)]!r}) == 0
+print(sorted({{"torch", "transformers", "numpy", "rich", "datasets"}} & set(sys.modules)), file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stderr == "[]\n"
+
+
+def test_a_dry_run_leaves_nothing_but_its_plan(tmp_path: Path, rows: Path) -> None:
+    home = tmp_path / "home"
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    environ = os.environ | {"FINETUNE_HOME": str(home)}
+    argv = [*SCRIPT, *TINY, "--data", str(rows), "--out", str(tmp_path / "out"), "--dry-run"]
+    done = subprocess.run(argv, capture_output=True, text=True, env=environ, cwd=tmp_path, check=True)
+    plan = checked(done.stdout, 0)["artifacts"][0]["path"]
+    after = {
+        path: path.stat().st_mtime_ns
+        for path in tmp_path.rglob("*")
+        if path.is_file() or path not in (home, home / "plans")
+    }
+    assert {str(path) for path in after.keys() - before.keys()} == {plan}
+    assert before == {path: stamp for path, stamp in after.items() if path in before}
+    check_against_schema("plan", json.loads(Path(plan).read_text()))
+
+
+def test_help_lists_every_verb_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(re.search(rf"^  {name} ", text, re.MULTILINE) for name in VERBS)
+    assert {str(code) for code in EXIT_CODES.values()} <= set(
+        re.findall(r"\d+", text.split("exit codes:")[1])
+    )
+
+
+def test_help_hides_the_advanced_settings_and_help_all_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as left:
+            cli.main(["run", flag])
+        assert left.value.code == 0
+        shown[flag] = capsys.readouterr().out
+    items = knobs(METHODS["sft"].config)
+    for item in items:
+        assert re.search(rf"^  {item.flag}[ ,]", shown["--help-all"], re.MULTILINE), item.flag
+        assert bool(re.search(rf"^  {item.flag}[ ,]", shown["--help"], re.MULTILINE)) == (not item.advanced)
+    assert sum(not item.advanced for item in items) <= 40
+
+
+def changed(item: Any) -> list[str]:
+    """Return a flag that sets a setting to another value than its default."""
+    if item.kind is bool:
+        return [item.flag if not item.default else "--no-" + item.flag[2:]]
+    if item.choices:
+        return [item.flag, str(next(choice for choice in item.choices if choice != item.default))]
+    if item.kind is str:
+        return [item.flag, "other"]
+    return [item.flag, str((item.default / 2 or 0.5) if item.kind is float else (item.default or 8) + 1)]
+
+
+# These name files or need others beside them; test_request.py and test_plan.py have them.
+ELSEWHERE = {
+    "model",
+    "data",
+    "eval_data",
+    "profile",
+    "init_adapter",
+    "revision",
+    "lora_targets",
+    "device",
+    "deterministic",
+}
+BESIDE = {"early_stopping": ["--eval-every", "1"]}
+
+
+@pytest.mark.parametrize(
+    "item",
+    [item for item in knobs(METHODS["sft"].config) if item.name not in ELSEWHERE],
+    ids=lambda item: item.name,
+)
+def test_every_flag_reaches_the_plan(item: Any, command: Any, rows: Path, tmp_path: Path) -> None:
+    beside = ["--data", str(rows), *BESIDE.get(item.name, [])]
+    beside += [] if item.name == "out" else ["--out", str(tmp_path / "o")]
+    answer, code = command("plan", *TINY, *beside, *changed(item))
+    assert code == 0, answer["summary"]
+    setting = answer["data"]["settings"][item.name]
+    assert setting["source"] == "user" and setting["value"] != item.default
+
+
+def test_unknown_and_repeated_flags_are_refused_together(refused: Any, rows: Path) -> None:
+    flags = [
+        *TINY,
+        "--data",
+        str(rows),
+        "--leraning-rate",
+        "1",
+        "--gpus",
+        "2",
+        "--seed",
+        "1",
+        "--seed",
+        "2",
+        "stray",
+    ]
+    errors = refused(*flags, code=2)
+    assert set(errors) == {"unknown_setting", "usage", "settings_conflict"}
+    assert "did you mean" in errors["unknown_setting"]["cause"]
+    assert errors["settings_conflict"]["cause"].startswith("seed:")
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "two", "2.5", "65"])
+def test_a_bad_number_of_ranks_is_refused_not_bent(refused: Any, rows: Path, number: str) -> None:
+    assert set(refused(*TINY, "--data", str(rows), "--num-gpus", number, code=2)) == {"bad_value"}
+
+
+def test_more_ranks_than_devices_need_no_process_to_be_refused(
+    refused: Any, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = replace(read_machine(), devices=(Device("0", "H"),))
+    monkeypatch.setattr(cli, "read_machine", lambda: machine)
+    errors = refused(
+        "--method", "sft", "--model", "builtin:tiny", "--data", str(rows), "--num-gpus", "2", code=3
+    )
+    assert errors["not_enough_devices"]["evidence"] == {"setting": "num_gpus", "asked": 2, "visible": 1}
+
+
+def test_abbreviated_flags_are_unknown(refused: Any, rows: Path) -> None:
+    assert set(refused(*TINY, "--data", str(rows), "--learning", "1e-3", code=2)) == {"unknown_setting"}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["rum"],
+        ["run", "--method", "grpo"],
+        ["run"],
+        ["status"],
+        ["stop", "/nowhere", "--grace", "x"],
+        ["logs", "--limit"],
+    ],
+)
+def test_usage_errors_are_answers_too(command: Any, argv: list[str]) -> None:
+    answer, code = command(*argv)
+    assert code == 2 and answer["status"] == "refused"
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "stop", "resume", "generate", "export", "evaluate"])
+def test_a_run_that_is_not_there(command: Any, verb: str) -> None:
+    answer, code = command(verb, "/nowhere")
+    assert (code, answer["errors"][0]["code"]) == (3, "run_missing")
+
+
+def test_a_bug_is_an_answer_and_its_traceback_goes_to_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*rest: Any) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("agent.verbs.list_runs", broken)
+    assert cli.main(["list"]) == 70
+    captured = capsys.readouterr()
+    answer = checked(captured.out, 70)
+    assert (answer["errors"][0]["code"], answer["errors"][0]["evidence"]["function"]) == ("bug", "broken")
+    assert "Traceback" in captured.err
+
+
+def test_a_terminal_gets_text_unless_json_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert cli.main(["list"]) == 0
+    assert capsys.readouterr().out.startswith("list: done - ")
+    assert cli.main(["list", "--json"]) == 0
+    checked(capsys.readouterr().out, 0)
+
+
+def test_the_scripts_are_the_verbs(rows: Path, tmp_path: Path) -> None:
+    """A script started from another folder, without an installed package, gives the answer of the console command."""
+    flags = [*TINY, "--data", str(rows), "--out", str(tmp_path / "o"), "--dry-run"]
+    answers = []
+    for start in (SCRIPT, [sys.executable, str(ROOT / "scripts" / "finetune_cli.py"), "run"]):
+        done = subprocess.run([*start, *flags], capture_output=True, text=True, cwd=tmp_path, check=True)
+        answers.append(checked(done.stdout, 0))
+    assert answers[0] == answers[1]
+
+
+def test_explain_error_knows_codes_texts_and_files(command: Any, tmp_path: Path) -> None:
+    assert command("explain-error", "out_of_memory")[0]["data"]["hint_id"] == "out_of_memory"
+    assert (
+        command("explain-error", "OSError: [Errno 28] No space left on device")[0]["data"]["hint_id"]
+        == "disk_full"
+    )
+    (tmp_path / "x.log").write_text(
+        "Traceback (most recent call last):\n  File \"a\"\nModuleNotFoundError: No module named 'foo'\n"
+    )
+    answer, code = command("explain-error", str(tmp_path / "x.log"))
+    assert (code, answer["data"]["hint_id"]) == (0, "missing_package")
+    assert command("explain-error", "never seen before")[0]["status"] == "unknown"
+
+
+def test_the_doctor_is_quiet_about_the_values_of_secrets(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "k_TEST")
+    monkeypatch.setattr(
+        "agent.verbs._broken_imports", lambda context: []
+    )  # importing torch takes seconds: test_end_to_end does it
+    answer, code = command("doctor")
+    assert code == 0 and "WANDB_API_KEY" in answer["data"]["secrets_present"]
+    assert "k_TEST" not in json.dumps(answer)

@@ -1,0 +1,81 @@
+"""Run folders made by hand, so that the engine is tested by what it leaves on disk and without the surface around it."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from finetune.data.prepare import Prepared, store_prepared
+from finetune.knobs import build
+from finetune.methods import METHODS
+from finetune.records import Example, Ledger, Row, read_lines
+
+TINY = "builtin:tiny"
+VOCABULARY = 300
+ROOT = Path(__file__).parents[2]
+
+
+def ragged_examples(num_rows: int, seed: int = 0, longest: int = 60) -> list[Example]:
+    """Random token ids, 5 to `longest` of them, the last third to two thirds learned."""
+    draw = random.Random(seed)
+    examples = []
+    for row in range(num_rows):
+        length = draw.randint(5, longest)
+        prompt = draw.randint(length // 3, 2 * length // 3)
+        ids = [draw.randrange(5, VOCABULARY) for _ in range(length)]
+        examples.append(Example(ids, [0.0] * prompt + [1.0] * (length - prompt), row, "made.jsonl", row + 1))
+    return examples
+
+
+def make_run(folder: Path, train: list[Example], held_out: list[Example] = [], **settings: Any) -> Path:  # noqa: B006
+    """Write plan.json and prepared data for a run of builtin:tiny in fp32; `settings` come on top."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fixed = {"dtype": "fp32", "device": "cpu", "parallel": "ddp", "gradient_checkpointing": False, "attention": "sdpa", "threads": 1}
+    values = {"model": TINY, "data": ["made.jsonl"], "eval_fraction": 0.0, "lora_rank": 8, **fixed, **settings}
+    config = build(METHODS["sft"].config, values)
+    prepared = folder / "prepared"
+    rows = [Row({}, "made.jsonl", place + 1) for place in range(len(held_out))]
+    ledger = Ledger(read=len(train) + len(held_out), trained=len(train), held_out=len(held_out))
+    store_prepared(Prepared(train, held_out, rows, ledger, {}, []), prepared)
+    plan = {
+        "method": "sft",
+        "settings": {name: {"value": value, "source": "user"} for name, value in vars(config).items()},
+        "prepared": str(prepared),
+    }
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return folder
+
+
+def start(run: Path, *launcher: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, *(launcher or ("-m", "finetune.launch")), str(run)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def finish(run: Path, *launcher: str) -> dict[str, Any]:
+    """Run to the end and return outcome.json, with the exit code."""
+    process = start(run, *launcher)
+    output, _ = process.communicate(timeout=240)
+    outcome = json.loads((run / "outcome.json").read_text()) if (run / "outcome.json").exists() else {}
+    return outcome | {"exit_code": process.returncode, "output": output.decode()}
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return read_lines(run / "metrics.jsonl")
+
+
+def adapter(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+def relative_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """Return |left - right| / |left| over all tensors together."""
+    assert set(left) == set(right)
+    difference = sum(float((left[name].double() - right[name].double()).square().sum()) for name in left) ** 0.5
+    return difference / sum(float(tensor.double().square().sum()) for tensor in left.values()) ** 0.5

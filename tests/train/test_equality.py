@@ -1,0 +1,98 @@
+"""One training, however it is spread: ranks, sharding, accumulation and packing change nothing but rounding.
+
+fp32, 7 ragged rows, global batch 5 (which no number of ranks here divides), LoRA-B not zero at the start, 12 steps.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from tests.train.runs import TINY, adapter, finish, make_run, metrics, ragged_examples, relative_difference
+
+from finetune.model.builtin import load_model
+from finetune.model.source import resolve_source
+
+LOSS, GRADIENT, GRAD_NORM, ADAPTER = 5e-6, 2e-6, 5e-6, 1e-5
+VARIANTS: dict[str, dict[str, Any]] = {
+    "accumulation 2": {"batch_size_per_gpu": 3},
+    "accumulation 5": {"batch_size_per_gpu": 1},
+    "token budget": {"micro_batch_tokens": 80},
+    "packed": {"packing": True},
+    "packed, checkpointed": {"packing": True, "gradient_checkpointing": True},
+    "ddp x2": {"num_gpus": 2},
+    "ddp x2, accumulation": {"num_gpus": 2, "batch_size_per_gpu": 1},
+    "fsdp2 x2": {"num_gpus": 2, "parallel": "fsdp2"},
+    "fsdp2 x2, packed": {"num_gpus": 2, "parallel": "fsdp2", "packing": True},
+    "fsdp2 x3, accumulation": {"num_gpus": 3, "parallel": "fsdp2", "batch_size_per_gpu": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def start_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter whose B is not zero, so that A has a gradient from the first step."""
+    folder = tmp_path_factory.mktemp("start") / "adapter"
+    torch.manual_seed(3)
+    model = load_model(resolve_source(TINY), torch.float32, "sdpa")
+    adapted = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    adapted.save_pretrained(str(folder))
+    return folder
+
+
+def trained(folder: Path, start_adapter: Path, launcher: tuple[str, ...] = (), **settings: Any) -> Path:
+    common = {
+        "epochs": 6,
+        "learning_rate": 1e-3,
+        "schedule": "linear",
+        "global_batch_size": 5,
+        "init_adapter": str(start_adapter),
+        "checkpoint_every": 1,
+        "checkpoints_kept": 20,
+        "max_grad_norm": 0.0,
+    }
+    if "batch_size_per_gpu" in settings:
+        common["global_batch_size"] = 5
+    run = make_run(folder, ragged_examples(7), **{**common, **settings})
+    outcome = finish(run, *launcher)
+    assert outcome["exit_code"] == 0, outcome
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory, start_adapter: Path) -> Path:
+    return trained(tmp_path_factory.mktemp("one") / "run", start_adapter)
+
+
+def first_gradient(run: Path) -> dict[str, torch.Tensor]:
+    """AdamW's first moment after one step is a tenth of the gradient."""
+    state = load_file(run / "checkpoints" / "step-1" / "optimizer.safetensors")
+    return {name: tensor * 10 for name, tensor in state.items() if name.startswith("exp_avg/")}
+
+
+def assert_equal(run: Path, reference: Path) -> None:
+    steps, expected = metrics(run), metrics(reference)
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    for line, wanted in zip(steps, expected, strict=True):
+        assert line["loss"] == pytest.approx(wanted["loss"], abs=LOSS)
+        assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=GRAD_NORM)
+        assert line["rows"] == wanted["rows"]
+        assert line["num_supervised"] == wanted["num_supervised"]
+    assert relative_difference(first_gradient(reference), first_gradient(run)) < GRADIENT
+    assert relative_difference(adapter(reference), adapter(run)) < ADAPTER
+
+
+@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS.keys())
+def test_spread_training_equals_one_process(
+    settings: dict[str, Any], one_process: Path, start_adapter: Path, tmp_path: Path
+) -> None:
+    assert_equal(trained(tmp_path / "run", start_adapter, **settings), one_process)
+
+
+def test_torchruns_ranks_equal_one_process(one_process: Path, start_adapter: Path, tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "finetune.rank")
+    assert_equal(trained(tmp_path / "run", start_adapter, launcher, num_gpus=2), one_process)
