@@ -26,7 +26,6 @@ from finetune.errors import EXIT_CODES, FinetuneError
 
 _POLL_S = 0.1
 _HEARTBEAT_EVERY_S = 1.0
-_FINDINGS_OF_RESUME = "differs_from_last_attempt"
 
 
 @dataclass
@@ -151,7 +150,7 @@ def _conclude(attempt: Attempt, returncode: int) -> Ending:
     attempt.write_manifest(manifest)
     hint_id = None if manifest["error"] is None else manifest["error"]["hint_id"]
     attempt.write_state(settled(attempt.state, status, child=None, hint_id=hint_id, **seen))
-    differing = [(_FINDINGS_OF_RESUME, text) for text in changes_since_last_attempt(manifest)]
+    differing = [("differs_from_last_attempt", text) for text in changes_since_last_attempt(manifest)]
     own = [(item["code"], item["text"]) for item in (outcome or {}).get("warnings", [])]
     return Ending(status, error, [*differing, *warnings_of(folder, began), *own])
 
@@ -168,25 +167,27 @@ def _judge(
     attempt: Attempt, outcome: dict[str, Any] | None, returncode: int
 ) -> tuple[str, FinetuneError | None]:
     """Return the final state and the error that goes with it."""
+    logs = attempt.folder.logs
+    if outcome is None:
+        if attempt.state["state"] == "stopping":
+            early = "ended" if returncode == -signal.SIGTERM else "was killed"
+            return _stopped(attempt, f"{early} while stopping, after", attempt.state["step"], killed=True)
+        return "failed", diagnosed(_death(returncode, attempt.state), logs)
+    if outcome["status"] == "stopped":
+        return _stopped(attempt, "stopped after", outcome["result"]["steps"], killed=False)
+    if outcome["error"]:
+        return "failed", diagnosed(_error_of(outcome["error"]), logs)
+    return "succeeded", None
+
+
+def _stopped(attempt: Attempt, how: str, step: int, killed: bool) -> tuple[str, FinetuneError]:
+    """Return stopped where a person asked for it, else preempted, with the checkpoint to go on from."""
     folder = attempt.folder
-    if outcome and outcome["status"] == "succeeded":
-        return "succeeded", None
     asked = folder.stop_request.exists() or attempt.interrupts.received == signal.SIGINT
-    if (outcome and outcome["status"] == "stopped") or (
-        outcome is None and attempt.state["state"] == "stopping"
-    ):
-        checkpoint = folder.last_checkpoint()
-        step = outcome["result"]["steps"] if outcome else attempt.state["step"]
-        early = "ended" if returncode == -signal.SIGTERM else "was killed"
-        how = "stopped" if outcome else f"{early} while stopping,"
-        text = (
-            f"{how} after step {step}; the newest checkpoint is {checkpoint.name if checkpoint else 'none'}"
-        )
-        evidence = {"step": step, "checkpoint": checkpoint and str(checkpoint), "killed": outcome is None}
-        return ("stopped" if asked else "preempted"), FinetuneError("stopped", text, **evidence)
-    if outcome and outcome["error"]:
-        return "failed", diagnosed(_error_of(outcome["error"]), folder.logs)
-    return "failed", diagnosed(_death(returncode, attempt.state), folder.logs)
+    checkpoint = folder.last_checkpoint()
+    text = f"{how} step {step}; the newest checkpoint is {checkpoint.name if checkpoint else 'none'}"
+    evidence = {"step": step, "checkpoint": checkpoint and str(checkpoint), "killed": killed}
+    return "stopped" if asked else "preempted", FinetuneError("stopped", text, **evidence)
 
 
 def _error_of(item: dict[str, Any]) -> FinetuneError:

@@ -117,9 +117,8 @@ def _prompts_of(path: Path) -> list[Any]:
 
 def _export(call: Call) -> Answer:
     options, folder = call.options, call.run_folder()
-    out = (
-        absolute(options.to, call.context.cwd) if options.to else str(folder.path / f"export-{options.kind}")
-    )
+    own = folder.path / {"merged": "merged", "adapter": "adapter-export"}[options.kind]
+    out = absolute(options.to, call.context.cwd) if options.to else str(own)
     wanted = {"out": out, "kind": options.kind, "dtype": options.export_dtype}
     return jobs.export(folder, jobs.weights_of(folder, options.checkpoint, False), wanted, call.context)
 
@@ -213,7 +212,9 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
 
 def _export_flags(parser: argparse.ArgumentParser) -> None:
     _run_name(parser)
-    parser.add_argument("--to", metavar="DIR", help="target folder (default: export-KIND in the run folder)")
+    parser.add_argument(
+        "--to", metavar="DIR", help="target folder (default: merged or adapter-export in the run folder)"
+    )
     parser.add_argument(
         "--kind",
         choices=("merged", "adapter"),

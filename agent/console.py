@@ -23,23 +23,8 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-def open_display(stream: IO[str] = sys.stderr, quiet: bool = False) -> Display:
-    if quiet:
-        return Silence()
+def open_display(stream: IO[str] = sys.stderr) -> Display:
     return Bar(stream) if stream.isatty() else Lines(stream)
-
-
-class Silence:
-    """Shows nothing."""
-
-    def note(self, text: str) -> None:
-        pass
-
-    def step(self, line: dict[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Clock:

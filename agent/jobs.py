@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from agent.folder import RunFolder
-from agent.manifest import flags_of
+from agent.folder import RunFolder, read_document
+from agent.manifest import card_facts, flags_of
 from agent.plan import make_plan, read_plan
 from agent.probing import ask, environment_of, values_of
 from agent.processes import Interrupts
@@ -73,18 +73,19 @@ def export(
     run: RunFolder, weights: dict[str, str | None], wanted: dict[str, Any], context: Context
 ) -> Answer:
     """Write a PEFT adapter or a merged model, checked after it is written. wanted: out, kind, dtype."""
-    answer = _asked("export", plan_of(run), context, weights | wanted)
-    artifacts = [{"kind": wanted["kind"], "path": wanted["out"], "sha256": None}]
-    summary = f"{wanted['kind']} model in {wanted['out']}"
-    return Answer(
-        "export",
-        "done",
-        summary,
-        run_dir=run.path,
-        data=answer["data"],
-        warnings=_warnings(answer),
-        artifacts=artifacts,
-    )
+    manifest = read_document(run.manifest, "run")
+    facts = card_facts(manifest) if manifest else {}
+    answer = _asked("export", plan_of(run), context, weights | wanted | {"facts": facts})
+    files = answer["data"].pop("files")
+    folder = Path(answer["data"]["folder"])
+    artifacts = [
+        {"kind": wanted["kind"], "path": str(folder / name), "sha256": digest}
+        for name, digest in files.items()
+    ]
+    how = "was there already" if answer["data"]["reused"] else "written"
+    summary = f"{wanted['kind']} {how}: {folder}"
+    found = _warnings(answer)
+    return Answer("export", "done", summary, None, run.path, answer["data"], found, artifacts=artifacts)
 
 
 def plan_of(run: RunFolder) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from finetune.errors import FinetuneError
 
 _CHOSEN = ("user", "file")  # what a replayed command must say again; the rest follows
 _MOST_TRACEBACK = 4000
+_PLACES = ("model", "data", "eval_data", "out", "profile", "init_adapter", "domain", "chat_template")
 _RESULT = ("steps", "train_loss", "eval_before", "eval_after", "lift")
 
 
@@ -186,6 +187,32 @@ def outputs(folder: RunFolder) -> list[dict[str, Any]]:
             if path.is_file():
                 found.append({"kind": kind, "path": str(path), "sha256": file_digest(path)})
     return found
+
+
+def card_facts(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what a model card tells of a run, by heading: only what the manifest knows, and no paths of this machine."""
+    result = manifest["result"] or {}
+    files = [
+        f"{Path(file['path']).name} (sha256 {file['sha256']})" for file in manifest["data"].get("files", [])
+    ]
+    ledger = manifest["data"].get("ledger") or {}
+    training = {
+        "method": manifest["method"],
+        "run": manifest["run_id"],
+        "data": ", ".join(files),
+        "rows trained": ledger.get("trained"),
+        "steps": result.get("steps"),
+        "training loss": result.get("train_loss"),
+    }
+    chosen = {name: item["value"] for name, item in manifest["settings"].items() if item["source"] in _CHOSEN}
+    settings = {name: value for name, value in chosen.items() if name not in _PLACES}
+    figures = {
+        f"{name} {when}": (result.get(f"eval_{when}") or {}).get(name)
+        for name in ("loss", "accuracy", "num_rows")
+        for when in ("before", "after")
+    }
+    known = {name: value for name, value in figures.items() if value is not None}
+    return {"Training": training, "Settings": settings, "Held-out rows": known}
 
 
 def file_digest(path: Path) -> str:

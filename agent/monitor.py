@@ -14,7 +14,6 @@ from agent.environment import scrub_text, secret_values
 from agent.folder import RunFolder, read_document
 from agent.plan import home
 from agent.states import judged
-from agent.system import free_disk
 from finetune.errors import FinetuneError
 from finetune.records import read_lines, write_atomically
 
@@ -160,10 +159,6 @@ def health(lines: list[dict[str, Any]]) -> list[dict[str, str]]:
 def poll_seconds(eta_s: float | None) -> int:
     """Return after how many seconds another look is worth it."""
     return int(min(60.0, max(5.0, (eta_s or 0.0) / 4)))
-
-
-def disk_left(folder: RunFolder) -> int:
-    return free_disk(folder.path)
 
 
 def log_files(folder: RunFolder) -> list[str]:

@@ -27,7 +27,7 @@ from finetune.model.source import (
 )
 from finetune.model.source import is_vocabulary_sized as is_outer
 
-Warning_ = tuple[str, str]  # code, text
+Note = tuple[str, str]  # code of a warning, text
 GIB = 2**30
 _DISK_RESERVE = 1 * GIB
 _HIDDEN = "there is an accelerator here ({signs}), but it is hidden from this process"
@@ -49,7 +49,7 @@ class Findings:
     """What checks found."""
 
     problems: list[FinetuneError] = field(default_factory=list)
-    warnings: list[Warning_] = field(default_factory=list)
+    warnings: list[Note] = field(default_factory=list)
 
     def add(self, error: FinetuneError | Problems) -> None:
         self.problems += error.errors if isinstance(error, Problems) else [error]

@@ -94,14 +94,14 @@ def kill_session(leader: int) -> None:
 
 
 class Interrupts:
-    """Within it SIGTERM and SIGINT do not end this process: the first one is remembered, to be acted on where it is safe."""
+    """Within it SIGTERM, SIGINT and SIGHUP do not end this process: the first is remembered, to be acted on where it is safe."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self._former[number] = signal.signal(number, self._remember)
         return self
 

@@ -7,6 +7,7 @@ other is resumed, and a folder of another plan is refused.
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 import traceback
 from collections.abc import Callable
@@ -29,8 +30,14 @@ from agent.states import UNFINISHED, first_state, judged, moved
 from agent.system import SOURCE_ROOT, Machine
 from finetune.errors import FinetuneError, Problems
 
+_SHOWN = ("plan_id", "resumed_from", "duration_s", "parallel", "peak_memory_bytes_per_rank", "result")
+_PLAN_HIDDEN = (
+    "warnings",
+    "identity",
+    "schema_version",
+    "created",
+)  # of the answer to a dry run; the file has them
 _STEPS = {"max_steps", "epochs"}  # what `resume --extend` may change
-_AFTER_KILL_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -55,21 +62,23 @@ def guarded(command: str, work: Callable[[], Answer]) -> Answer:
         return refusal(command, [FinetuneError("stopped", f"{command} was interrupted")])
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {str(error)[:500]}"
-        return refusal(
-            command, [FinetuneError("bug", text, file=frame.filename, line=frame.lineno, function=frame.name)]
-        )
+        return refusal(command, [_typed(error)])
+
+
+def _typed(error: Exception) -> FinetuneError:
+    """Return what an exception that nobody expected is: a full disk, else a bug of ours."""
+    text = f"{type(error).__name__}: {str(error)[:500]}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return FinetuneError("disk_full", text)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return FinetuneError("bug", text, file=frame.filename, line=frame.lineno, function=frame.name)
 
 
 def our_command(*arguments: str) -> list[str]:
     """Return an argv that starts this program with the arguments, from any working directory."""
     installed = Path(sys.executable).with_name("finetune")
-    start = (
-        [str(installed)]
-        if installed.exists()
-        else [sys.executable, str(SOURCE_ROOT / "scripts" / "finetune_cli.py")]
-    )
+    script = SOURCE_ROOT / "scripts" / "finetune_cli.py"
+    start = [str(installed)] if installed.exists() else [sys.executable, str(script)]
     return [*start, *arguments]
 
 
@@ -86,11 +95,7 @@ def dry_run(request: Request, context: Context, full: bool, verify_model: bool =
     path = store_plan(plan, context.machine.environ)
     numbers, parallel = plan["arithmetic"], plan["parallel"]
     work = f"{numbers['steps']} steps of {numbers['global_batch_size']} rows on {parallel['num_gpus']} x {parallel['device']}"
-    shown = {
-        name: value
-        for name, value in plan.items()
-        if name not in ("warnings", "identity", "schema_version", "created")
-    }
+    shown = {name: value for name, value in plan.items() if name not in _PLAN_HIDDEN}
     return Answer(
         "plan",
         "planned",
@@ -313,17 +318,7 @@ def finished_answer(
     manifest = read_document(folder.manifest, "run")
     assert manifest is not None
     result, run_dir = manifest["result"], str(folder.path)
-    data = {
-        name: manifest[name]
-        for name in (
-            "plan_id",
-            "resumed_from",
-            "duration_s",
-            "parallel",
-            "peak_memory_bytes_per_rank",
-            "result",
-        )
-    }
+    data = {name: manifest[name] for name in _SHOWN}
     if status == "succeeded":
         actions = [
             ("try it", our_command("generate", run_dir, "--prompt", "PROMPT")),

@@ -82,10 +82,11 @@ def is_alive(state: dict[str, Any], host: str) -> bool:
 def judged(state: dict[str, Any], folder: RunFolder, host: str, is_ours: bool = False) -> dict[str, Any]:
     """Return the state as a reader must see it: lost where its writer is gone, starting where a new one is at work.
 
-    is_ours: we hold the folder's lock ourselves, so whoever wrote the state has gone.
+    A writer that still lives has only just ended. is_ours: we hold the folder's lock ourselves, so it has gone.
     """
-    if state["state"] in UNFINISHED and (is_ours or not is_alive(state, host)):
+    has_gone = is_ours or not is_alive(state, host)
+    if state["state"] in UNFINISHED and has_gone:
         return moved(state, "lost", heartbeat=state["heartbeat"])
-    if state["state"] in RESUMABLE and not is_ours and is_locked(folder):
+    if state["state"] in RESUMABLE and has_gone and not is_ours and is_locked(folder):
         return state | {"state": "starting"}
     return state

@@ -117,7 +117,7 @@ def status(name: str, wait_s: float, context: Context) -> Answer:
         "operation": state["operation"],
         "checkpoint": state["checkpoint"],
         "ranks": monitor.heartbeats(folder),
-        "free_disk_bytes": monitor.disk_left(folder),
+        "free_disk_bytes": free_disk(folder.path),
         "hint_id": state["hint_id"],
     }
     if state["state"] in UNFINISHED:
@@ -138,7 +138,8 @@ def _standing(folder: RunFolder, state: dict[str, Any]) -> Answer:
     if state["state"] in UNFINISHED or state["state"] == "lost" or manifest is None:
         answer = handle(folder, state)
         if state["state"] not in UNFINISHED:
-            answer.next_actions = [("go on", our_command("resume", str(folder.path)))]
+            resume = [("go on", our_command("resume", str(folder.path)))]
+            answer.next_actions = resume if folder.plan.exists() else []
         return answer
     answer = finished_answer("status", folder, state["state"], None, [])
     error = manifest["error"]

@@ -53,17 +53,18 @@ class Side:
 def data_report(encoder: ChatFormat, row_sets: RowSets, train: Side, held_out: Side) -> dict[str, Any]:
     """Return what is known of the rows and of the examples that they gave."""
     forms = Counter(said.conversation.form for said in train.kept)
-    own = list(
-        {said.row.place: said for said in train.kept}.values()
-    )  # the copies of a weight are no duplicates
+    # Rows that a weight above 1 repeats are no duplicates: each place in a file counts once.
+    own = list({said.row.place: said for said in train.kept}.values())
+    asked, asked_again = ([prompt_key(said.conversation) for said in side] for side in (own, held_out.kept))
     text = encoder.template_text
     return {
         "files": [
-            asdict(file) for row_set in (row_sets.train, row_sets.eval) if row_set for file in row_set.files
+            asdict(file) for file in row_sets.train.files + (row_sets.eval.files if row_sets.eval else [])
         ],
         "columns": row_sets.train.columns,
         "form": "+".join(sorted(forms)),
         "forms": dict(forms),
+        "uses_tools": any(said.conversation.uses_tools for said in [*train.kept, *held_out.kept]),
         "template_sha256": hashlib.sha256(text.encode()).hexdigest() if text and "chat" in forms else None,
         "chat_template": text if "chat" in forms else None,
         "stop_token_ids": encoder.stop_token_ids,
@@ -75,9 +76,7 @@ def data_report(encoder: ChatFormat, row_sets: RowSets, train: Side, held_out: S
         "num_supervised": sum(example.num_supervised for example in _all(train)),
         "lengths": _lengths(train),
         "duplicates": _places(own, duplicates([_content_key(said) for said in own])),
-        "overlap": _places(
-            held_out.kept, overlap([_prompt(said) for said in own], [_prompt(said) for said in held_out.kept])
-        ),
+        "overlap": _places(held_out.kept, overlap(asked, asked_again)),
         "eval_ledger": asdict(held_out.ledger) if held_out.ledger is not train.ledger else None,
         "preview": [
             encoder.segments(examples[0].input_ids, examples[0].weights)
@@ -111,7 +110,7 @@ def data_warnings(
         "train_eval_overlap": "held-out rows ask what a training row asks: "
         + ", ".join(report["overlap"]["places"]),
         "rows_dropped": "rows are dropped: "
-        + ", ".join(f"{len(places)} {reason}" for reason, places in dropped.items()),
+        + ", ".join(f"{len(rows)} {reason}" for reason, rows in dropped.items()),
         "rows_truncated": "rows lose the beginning of their prompt",
         "no_eval_rows": "no rows are held out, so nothing will tell whether training helped",
     }
@@ -136,12 +135,9 @@ def _lengths(side: Side) -> dict[str, int]:
     }
 
 
-def _prompt(said: Said) -> str:
-    return prompt_key(said.conversation)
-
-
 def _content_key(said: Said) -> str:
-    return json.dumps(asdict(said.conversation), sort_keys=True, default=str)
+    """Return all that the row says."""
+    return json.dumps(vars(said.conversation), sort_keys=True, default=str)
 
 
 def _places(said: Sequence[Said], places: list[int]) -> dict[str, Any]:

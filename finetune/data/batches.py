@@ -166,4 +166,6 @@ def rank_batches(
     """Return one rank's microbatches of a step's rows, and the sum of weights over the rows of all ranks."""
     lengths = {row: input_length(examples[row]) for row in rows}
     own = rank_microbatches(lengths, budget, num_ranks)[rank]
-    return [collate(microbatch, examples) for microbatch in own], math.fsum(sum(examples[row].weights) for row in rows)
+    return [collate(microbatch, examples) for microbatch in own], math.fsum(
+        sum(examples[row].weights) for row in rows
+    )

@@ -26,6 +26,10 @@ class _Turn(NamedTuple):
     upto: str
     weight: float = 1.0
 
+    @property
+    def answer(self) -> str:
+        return self.upto.removeprefix(self.prompt)
+
 
 class _Plan(NamedTuple):
     """The texts of one conversation, before the tokenizer has seen them. A pair and a text are one turn."""
@@ -80,11 +84,8 @@ class ChatFormat:
         """Return why rows of these forms (chat, pair, text) cannot be encoded as they must."""
         found = []
         if {"pair", "text"} & set(forms) and self.tokenizer.eos_token_id is None:
-            found.append(
-                FinetuneError(
-                    "no_stop_token", "the tokenizer has no EOS token, with which an answer would have to end"
-                )
-            )
+            text = "the tokenizer has no EOS token, with which an answer would have to end"
+            found.append(FinetuneError("no_stop_token", text))
         if "chat" in forms:
             found += self._chat_problems()
         return found
@@ -164,13 +165,11 @@ class ChatFormat:
         if self.template is None:
             text = "the model has no chat template, which conversations need; give one, as --chat-template chatml"
             return [FinetuneError("no_chat_template", text, setting="chat_template")]
+        unread = [
+            f"chat_template_args: the template reads no {name}" for name in self.template.unread_arguments()
+        ]
         found = [
-            FinetuneError(
-                "setting_without_effect",
-                f"chat_template_args: the template reads no {name}",
-                setting="chat_template_args",
-            )
-            for name in self.template.unread_arguments()
+            FinetuneError("setting_without_effect", text, setting="chat_template_args") for text in unread
         ]
         if self.end_token is None:
             text = "the chat template ends the assistant's turn with no special token, so answers would never stop"
@@ -185,11 +184,8 @@ class ChatFormat:
         learned = self.tokens.decoded(
             [token for token, weight in zip(example.ids, example.weights, strict=True) if weight]
         )
-        if (
-            not learned.endswith(f"four{self.end_token}")
-            or "2+2?" in learned
-            or "2+2?" not in self.tokens.decoded(example.ids)
-        ):
+        is_answer = learned.endswith(f"four{self.end_token}") and "2+2?" not in learned
+        if not is_answer or "2+2?" not in self.tokens.decoded(example.ids):
             text = f"of the known answer 'four' this would be learned: {learned!r}"
             raise FinetuneError("bad_template", text, learned=learned)
 
@@ -214,19 +210,14 @@ class ChatFormat:
     def _chat_plan(self, conversation: Conversation, learn: str) -> _Plan:
         messages, tools = self._turns(conversation), self.tokens.neutral(conversation.tools)
         answers = [place for place, turn in enumerate(messages) if turn["role"] == "assistant"]
-        weights = {
-            place: messages[place].get("weight", 1)
-            for place in (answers[-1:] if learn == "last" else answers)
-        }
+        answers = answers[-1:] if learn == "last" else answers
+        weights = {place: messages[place].get("weight", 1) for place in answers}
         learned = [place for place, weight in weights.items() if weight > 0]
         if not learned:
             raise FinetuneError("no_supervised_token", "no assistant turn is learned")
         turns = [self._turn(messages, tools, place, weights[place]) for place in learned]
-        notes = [
-            "reasoning_dropped"
-            for place, turn in zip(learned, turns, strict=True)
-            if _lost_thought(messages[place], turn)
-        ]
+        lost = [_lost_thought(messages[place], turn) for place, turn in zip(learned, turns, strict=True)]
+        notes = ["reasoning_dropped"] * sum(lost)
         if BREAK in turns[-1].upto:
             notes.append("special_text")
         if learned[-1] < len(messages) - 1:
@@ -238,28 +229,17 @@ class ChatFormat:
         assert self.template is not None, "problems() names a missing template"
         content = messages[place].get("content") or ""
         if not content.strip() and not messages[place].get("tool_calls"):
-            raise FinetuneError(
-                "empty_assistant",
-                f"assistant turn {place + 1} is empty: only its end would be learned",
-                turn=place + 1,
-            )
+            text = f"assistant turn {place + 1} is empty: only its end would be learned"
+            raise FinetuneError("empty_assistant", text, turn=place + 1)
         if place == 0:
-            raise FinetuneError(
-                "bad_roles", "the conversation begins with an assistant turn, with nothing to answer"
-            )
-        plain = [
-            {name: value for name, value in turn.items() if name != "weight"}
-            for turn in messages[: place + 1]
-        ]
+            raise FinetuneError("bad_roles", "the conversation begins with an answer to nothing")
+        plain = _unweighted(messages[: place + 1])
         turn = _Turn(
             self.template.render(plain[:-1], tools, opening=True), self.template.render(plain, tools), weight
         )
-        if content.split("</think>")[-1].strip() not in turn.upto:
-            raise FinetuneError(
-                "bad_template",
-                f"the chat template does not write assistant turn {place + 1} as it stands",
-                turn=place + 1,
-            )
+        if content.split("</think>")[-1].strip() not in turn.answer:
+            text = f"the chat template does not write assistant turn {place + 1} as it stands"
+            raise FinetuneError("bad_template", text, turn=place + 1)
         return turn
 
     def _turns(self, conversation: Conversation) -> list[Message]:
@@ -277,9 +257,8 @@ class ChatFormat:
                 (place for place, turn in enumerate(messages) if turn["role"] == "assistant"),
                 default=len(messages),
             )
-            return self.template.render(
-                messages[:last], self.tokens.neutral(conversation.tools), opening=True
-            )
+            tools = self.tokens.neutral(conversation.tools)
+            return self.template.render(_unweighted(messages[:last]), tools, opening=True)
         prompt = conversation.prompt if conversation.text is None else conversation.text
         bos = self.tokenizer.bos_token if self.tokens.bos_ids else None
         return self.tokens.neutral((prompt or "").removeprefix(bos or ""))
@@ -336,13 +315,12 @@ class ChatFormat:
                 raise FinetuneError(
                     "template_not_prefix_stable", text, opening=turn.prompt[-80:], written=turn.upto[-200:]
                 )
-            rest = continued(turn.upto[len(turn.prompt) :])
+            rest = continued(turn.answer)
             answer = self.tokens.ids([rest])[rest]
         end = self._end(answer, 0)
         if end is None:
-            raise FinetuneError(
-                "no_stop_token", "the chat template does not end this assistant turn with a token to stop at"
-            )
+            text = "the chat template does not end this assistant turn with a token to stop at"
+            raise FinetuneError("no_stop_token", text)
         return Encoded(prompt + answer[:end], _first_unlearned([0.0] * len(prompt) + [turn.weight] * end))
 
     def _end(self, ids: list[int], start: int) -> int | None:
@@ -380,7 +358,12 @@ def _first_unlearned(weights: list[float]) -> list[float]:
     return [0.0, *weights[1:]]
 
 
+def _unweighted(messages: list[Message]) -> list[Message]:
+    """Return the turns as a template gets them."""
+    return [{name: value for name, value in turn.items() if name != "weight"} for turn in messages]
+
+
 def _lost_thought(message: Message, turn: _Turn) -> bool:
     """Whether reasoning that the row has in this turn is not in its text."""
     thoughts = [*_THOUGHT.findall(message.get("content") or ""), message.get("reasoning_content") or ""]
-    return any(thought.strip() not in turn.upto for thought in thoughts)
+    return any(thought.strip() not in turn.answer for thought in thoughts)

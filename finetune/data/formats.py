@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import FinetuneError, Problems, boundary
+from finetune.errors import FinetuneError, Problems
 
 PLACES_LISTED = 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -260,9 +260,11 @@ def parquet_lines(content: bytes, path: str, faults: Faults) -> Lines:
     import pyarrow
     from pyarrow import parquet
 
-    with boundary("bad_row", f"{path}: no Parquet"):
+    try:
         tables = parquet.ParquetFile(pyarrow.BufferReader(content)).iter_batches()
         yield from numbered(values for table in tables for values in table.to_pylist())
+    except pyarrow.ArrowException as error:
+        faults.add("bad_row", path, 1, f"no Parquet: {str(error)[:300]}")
 
 
 def numbered(records: Iterator[dict[str, Any]]) -> Lines:

@@ -72,9 +72,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     template = json.dumps(tokenizer.chat_template, sort_keys=True)
-    return hashlib.sha256(
-        "\n".join([rules, template, str(tokenizer.special_tokens_map)]).encode()
-    ).hexdigest()
+    facts = "\n".join([rules, template, str(tokenizer.special_tokens_map)])
+    return hashlib.sha256(facts.encode()).hexdigest()
 
 
 def prepare(row_sets: RowSets, config: RunConfig, tokenizer: Any, vocab_rows: int, context: int) -> Prepared:
@@ -82,9 +81,8 @@ def prepare(row_sets: RowSets, config: RunConfig, tokenizer: Any, vocab_rows: in
 
     Raises Problems with everything that is wrong, at once.
     """
-    work = _Preparation(
-        config, load_domain(config.domain, config.data, config.data_format), length_limit(config, context)
-    )
+    domain = load_domain(config.domain, config.data, config.data_format)
+    work = _Preparation(config, domain, length_limit(config, context))
     train, held_out = work.sides(row_sets)
     encoder = work.encoder(tokenizer, [*train.said, *held_out.said])
     for side in (train, held_out):
@@ -140,9 +138,8 @@ class _Preparation:
             return Side(said, ledger), self._limited(self._said(row_sets.eval, own), own)
         rows = [one.row for one in said]
         places, held_out = self.domain.split(rows, self.config.eval_fraction, self.config.split_seed)
-        return Side([said[place] for place in places], ledger), self._limited(
-            [said[place] for place in held_out], ledger
-        )
+        train = Side([said[place] for place in places], ledger)
+        return train, self._limited([said[place] for place in held_out], ledger)
 
     def _said(self, row_set: RowSet, ledger: Ledger) -> list[Said]:
         ledger.read = len(row_set.rows) + len(row_set.left_out)
@@ -172,9 +169,8 @@ class _Preparation:
     def encoder(self, tokenizer: Any, said: list[Said]) -> ChatFormat:
         """Return the format that these rows need; raises Problems where it or a row so far is at fault."""
         forms = {one.conversation.form for one in said}
-        encoder = ChatFormat.from_config(
-            self.config, tokenizer, any(one.conversation.uses_tools for one in said)
-        )
+        uses_tools = any(one.conversation.uses_tools for one in said)
+        encoder = ChatFormat.from_config(self.config, tokenizer, uses_tools)
         problems = encoder.problems(forms)
         if said and "chat" not in forms:
             for name in ("system_prompt", "chat_template", "chat_template_args"):
@@ -204,9 +200,8 @@ class _Preparation:
         """Return the examples of a row within the length limit, or none where the row is rejected."""
         row = said.row
         if not any(any(example.weights) for example in encoded):
-            self._reject(
-                row, FinetuneError("no_supervised_token", "no token of this row would be learned"), ledger
-            )
+            error = FinetuneError("no_supervised_token", "no token of this row would be learned")
+            self._reject(row, error, ledger)
             return []
         if any(len(example.ids) > self.max_length for example in encoded):
             if self.config.on_long == "drop":
@@ -249,13 +244,8 @@ class _Preparation:
             reasons = ", ".join(f"{len(places)} {reason}" for reason, places in train.ledger.dropped.items())
             text = f"no row is left to train on (dropped: {reasons or 'none'}; held out: {train.ledger.held_out})"
             text += f"; rows may have --max-length {self.max_length} tokens"
-            raise Problems(
-                [
-                    FinetuneError(
-                        "too_few_rows", text, dropped=_listed(train.ledger.dropped), setting="max_length"
-                    )
-                ]
-            )
+            dropped = {reason: places[:PLACES_LISTED] for reason, places in train.ledger.dropped.items()}
+            raise Problems([FinetuneError("too_few_rows", text, dropped=dropped, setting="max_length")])
 
 
 def shortened(example: Encoded, max_length: int, bos_token_id: int | None) -> Encoded | None:
@@ -269,7 +259,3 @@ def shortened(example: Encoded, max_length: int, bos_token_id: int | None) -> En
         return None
     ids = example.ids[:kept] + example.ids[kept + surplus :]
     return example._replace(ids=ids, weights=example.weights[:kept] + example.weights[kept + surplus :])
-
-
-def _listed(dropped: dict[str, list[str]]) -> dict[str, list[str]]:
-    return {reason: places[:PLACES_LISTED] for reason, places in dropped.items()}

@@ -1,4 +1,4 @@
-"""What a domain says of its rows, and how a user's own domain is loaded.
+"""What a domain says of its rows.
 
 Rule: a domain is four functions (row -> conversation, how rows split, how an answer scores, which metrics are
 reported) and its code is foreign: whatever it raises, returns or fails to finish has a type here.
@@ -6,14 +6,10 @@ reported) and its code is foreign: whatever it raises, returns or fails to finis
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from finetune.data.conversation import Conversation
@@ -26,7 +22,6 @@ Values = dict[str, Any]
 Score = Callable[[Values, str], float | None]
 Split = Callable[[Sequence[Row], float, int], tuple[list[int], list[int]]]
 VERIFIER_SECONDS = 10.0
-_NAMES = ("conversation", "split", "score", "metrics")
 
 
 @dataclass(frozen=True)
@@ -73,40 +68,6 @@ def mean_metrics(scores: Sequence[float | None]) -> dict[str, float]:
     return {"accuracy": math.fsum(known) / len(known)} | counts if known else counts
 
 
-def domain_from_file(path: Path) -> Domain:
-    """Load a user's domain: a Python file with conversation(row), split(rows, fraction, seed), score(row, completion)
-    and metrics(scores), where a row is a dict of its columns.
-
-    conversation returns a Conversation, a list of messages, or a dict of Conversation's fields. Raises bad_domain.
-    """
-    where = f"domain {path}"
-    with boundary("file_missing", where):
-        source = path.read_bytes()
-    module = _imported(path, where)
-    if missing := [name for name in _NAMES if not callable(getattr(module, name, None))]:
-        raise FinetuneError(
-            "bad_domain", f"{where}: it has no function {', '.join(missing)}", missing=missing
-        )
-
-    def conversation(row: Row) -> Conversation:
-        with boundary("bad_domain", f"{where}: conversation() of {row.place}"):
-            return _as_conversation(module.conversation(row.values))
-
-    def split(rows: Sequence[Row], fraction: float, seed: int) -> tuple[list[int], list[int]]:
-        with boundary("bad_domain", f"{where}: split()"):
-            train, held = module.split([row.values for row in rows], fraction, seed)
-            if sorted([*train, *held]) != list(range(len(rows))):
-                raise ValueError("it must return two lists of places in which each row stands once")
-            return sorted(train), sorted(held)
-
-    def metrics(scores: Sequence[float | None]) -> dict[str, float]:
-        with boundary("bad_domain", f"{where}: metrics()"):
-            return {str(name): float(value) for name, value in module.metrics(list(scores)).items()}
-
-    score = limited_score(module.score, where)
-    return Domain(path.stem, conversation, split, score, metrics, hashlib.sha256(source).hexdigest())
-
-
 def limited_score(score: Score, where: str, seconds: float = VERIFIER_SECONDS) -> Score:
     """Return a verifier that must finish in time and give a finite number or None.
 
@@ -133,19 +94,3 @@ def limited_score(score: Score, where: str, seconds: float = VERIFIER_SECONDS) -
         return float(value)
 
     return checked
-
-
-def _imported(path: Path, where: str) -> ModuleType:
-    with boundary("bad_domain", where):
-        spec = importlib.util.spec_from_file_location(f"finetune_domain_{path.stem}", path)
-        if spec is None or spec.loader is None:
-            raise ImportError("not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-
-def _as_conversation(value: Any) -> Conversation:
-    if isinstance(value, Conversation):
-        return value
-    return Conversation(**value) if isinstance(value, dict) else Conversation(list(value))

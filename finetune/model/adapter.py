@@ -28,16 +28,22 @@ BASE_DIGEST = (
     "base_model_sha256"  # in the metadata of the tensor file: the model that the adapter was trained on
 )
 KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-# Parts of PEFT's LoRA that training here never makes, and that a plain W + scale * B A would get wrong.
+# Kinds of LoRA that are not W + scale * B A on the model's own weights.
 _REFUSED = (
     "use_dora",
+    "use_qalora",
+    "use_bdlora",
+    "lora_bias",
     "modules_to_save",
     "rank_pattern",
     "alpha_pattern",
-    "lora_bias",
+    "target_parameters",
     "trainable_token_indices",
     "alora_invocation_tokens",
+    "layer_replication",
 )
+_KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")  # other starts move part of W into the adapter
+_OUTER = ("lm_head", "embed_tokens")
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -75,14 +81,13 @@ def read_adapter_config(folder: str | Path) -> LoraConfig:
         config = PeftConfig.from_pretrained(str(folder))
     if not isinstance(config, LoraConfig):
         raise FinetuneError("bad_adapter", f"{path}: only LoRA adapters are read, this is {config.peft_type}")
-    used = [name for name in _REFUSED if getattr(config, name, None)] + (
-        ["bias"] if config.bias != "none" else []
+    used = [name for name in _REFUSED if getattr(config, name, None)]
+    used += ["bias"] * (config.bias != "none") + ["init_lora_weights"] * (
+        config.init_lora_weights not in _KEEPS_BASE
     )
     if used:
         raise FinetuneError(
-            "bad_adapter",
-            f"{path}: it uses {', '.join(used)}, which only plain LoRA adapters are free of",
-            settings=used,
+            "bad_adapter", f"{path}: only plain LoRA is read, this uses {', '.join(used)}", settings=used
         )
     return config
 
@@ -125,18 +130,14 @@ def check_adapter(folder: str | Path, base_shapes: Shapes) -> Adapter:
 
 def adapter_shapes(config: LoraConfig, base_shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """Return key -> shape of the adapter that these settings give on a model with these stored tensors."""
+    modules = {name.removesuffix(".weight"): shape for name, shape in base_shapes.items() if len(shape) == 2}
+    chosen = [module for module in (*modules, "lm_head") if check_target_module_exists(config, module)]
+    if outer := sorted({module for module in chosen if module.rpartition(".")[2] in _OUTER}):
+        text = f"lora_targets: {', '.join(outer)} is the embedding or the head, which cannot be adapted"
+        raise FinetuneError("bad_value", text, setting="lora_targets")
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in base_shapes.items():
-        module = name.removesuffix(".weight")
-        if len(shape) != 2 or not check_target_module_exists(config, module):
-            continue
-        if module.rpartition(".")[2] in ("lm_head", "embed_tokens"):
-            raise FinetuneError(
-                "bad_value",
-                f"lora_targets: {module} is the embedding or the head, which cannot be adapted",
-                setting="lora_targets",
-            )
-        rows, width = reversed(shape) if config.fan_in_fan_out else shape
+    for module in chosen:
+        rows, width = reversed(modules[module]) if config.fan_in_fan_out else modules[module]
         shapes |= {_key(module, "A"): (config.r, width), _key(module, "B"): (rows, config.r)}
     return shapes
 

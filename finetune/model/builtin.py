@@ -70,24 +70,26 @@ def load_model(source: Source, dtype: torch.dtype, attention: str = "auto") -> P
     numbers), missing_package for an attention kernel that is not installed.
     """
     kernel = "sdpa" if attention == "auto" else attention
-    if source.kind == "tiny":
-        return _tiny_model(source.options, dtype, kernel)
-    folder = model_folder(source)
     with boundary("unsupported_model", f"model {source.id}"):
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                attn_implementation=kernel,
-                trust_remote_code=source.trust_remote_code,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+            if source.kind == "tiny":
+                return _tiny_model(source.options, dtype, kernel)
+            return _pretrained(source, dtype, kernel)
         except ImportError as error:
-            raise FinetuneError(
-                "missing_package", f"attention {attention}: {str(error)[:300]}", setting="attention"
-            ) from error
+            text = f"model {source.id}, attention {attention}: {str(error)[:300]}"
+            raise FinetuneError("missing_package", text, setting="attention") from error
+
+
+def _pretrained(source: Source, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    model, report = AutoModelForCausalLM.from_pretrained(
+        model_folder(source),
+        dtype=dtype,
+        attn_implementation=attention,
+        trust_remote_code=source.trust_remote_code,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
     if missing := sorted(report["missing_keys"]):
         text = f"model {source.id}: {len(missing)} weights of {type(model).__name__} are missing, as {', '.join(missing[:3])}"
         raise FinetuneError("unsupported_model", text, missing=missing[:20])
@@ -111,7 +113,11 @@ def model_problems(tokenizer: Any, config: PretrainedConfig) -> list[FinetuneErr
     shown = ", ".join(f"{token} ({number})" for number, token in past[:3])
     what = f"the tokenizer has {len(past)} tokens past the {rows} rows of the embedding, as {shown}"
     fix = "take them out of the tokenizer, or resize the embedding before: an adapter cannot hold new rows"
-    return [FinetuneError("tokens_past_embedding", f"{what}; {fix}", tokens=[token for _, token in past[:20]], rows=rows)]
+    return [
+        FinetuneError(
+            "tokens_past_embedding", f"{what}; {fix}", tokens=[token for _, token in past[:20]], rows=rows
+        )
+    ]
 
 
 def model_warnings(tokenizer: Any, stop_ids: list[int]) -> list[tuple[str, str]]:
@@ -119,7 +125,12 @@ def model_warnings(tokenizer: Any, stop_ids: list[int]) -> list[tuple[str, str]]
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id not in stop_ids:
         return []
     what = f"the padding token {tokenizer.pad_token} also ends answers; here an end is learned and padding is not"
-    return [("pad_is_stop_token", f"{what}, other programs may mask both: give the tokenizer a padding token of its own")]
+    return [
+        (
+            "pad_is_stop_token",
+            f"{what}, other programs may mask both: give the tokenizer a padding token of its own",
+        )
+    ]
 
 
 def write_model(source: Source, folder: Path) -> None:

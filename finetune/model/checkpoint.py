@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from finetune.errors import FinetuneError
-from finetune.records import sync_folder, to_json
+from finetune.records import folder_written_whole, to_json
 
 MANIFEST = "manifest.json"
 WEIGHTS = {True: "adapter_model.safetensors", False: "model.safetensors"}  # adapted or whole
@@ -69,26 +68,29 @@ def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, is_adapted: bool, ex
     tensor, another key, another shape.
     """
     final = checkpoint_folder(run_dir, checkpoint.progress.step)
-    temporary = final.with_name(f".{final.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file(checkpoint.weights, temporary / WEIGHTS[is_adapted], metadata={"format": "pt"})
-    save_file(checkpoint.optimizer, temporary / "optimizer.safetensors")
-    (temporary / "rng.json").write_text(json.dumps(checkpoint.rng))
-    (temporary / "progress.json").write_text(to_json(asdict(checkpoint.progress)))
-    for name, text in extra_files.items():
-        (temporary / name).write_text(text)
-    _check_weights(temporary / WEIGHTS[is_adapted], checkpoint.weights)
-    digests = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
-    (temporary / MANIFEST).write_text(to_json({"step": checkpoint.progress.step, "sha256": digests}))
-    for path in temporary.iterdir():
-        _sync_file(path)
-    sync_folder(temporary)
-    if final.exists():
-        shutil.rmtree(final)
-    os.replace(temporary, final)
-    sync_folder(final.parent)
+    shutil.rmtree(final, ignore_errors=True)  # one that was found damaged, or that a resumed run makes anew
+    with folder_written_whole(final) as folder:
+        _write_weights(folder, checkpoint.weights, is_adapted, extra_files)
+        save_file(checkpoint.optimizer, folder / "optimizer.safetensors")
+        (folder / "rng.json").write_text(json.dumps(checkpoint.rng))
+        (folder / "progress.json").write_text(to_json(asdict(checkpoint.progress)))
+        digests = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
+        (folder / MANIFEST).write_text(to_json({"step": checkpoint.progress.step, "sha256": digests}))
     return final
+
+
+def write_adapter(folder: Path, weights: dict[str, Tensor], extra_files: dict[str, str]) -> None:
+    """Write a final adapter as a folder that appears at once; an older one of the same run is replaced."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with folder_written_whole(folder) as temporary:
+        _write_weights(temporary, weights, True, extra_files)
+
+
+def _write_weights(folder: Path, weights: dict[str, Tensor], is_adapted: bool, extra_files: dict[str, str]) -> None:
+    save_file(weights, folder / WEIGHTS[is_adapted], metadata={"format": "pt"})
+    for name, text in extra_files.items():
+        (folder / name).write_text(text)
+    _check_weights(folder / WEIGHTS[is_adapted], weights)
 
 
 def _check_weights(path: Path, expected: dict[str, Tensor]) -> None:
@@ -146,22 +148,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     )
 
 
-def write_weights(folder: Path, weights: dict[str, Tensor], is_adapted: bool, extra_files: dict[str, str]) -> None:
-    """Write the final weights as a folder that appears at once; an older one of the same run is replaced."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file(weights, temporary / WEIGHTS[is_adapted], metadata={"format": "pt"})
-    for name, text in extra_files.items():
-        (temporary / name).write_text(text)
-    _check_weights(temporary / WEIGHTS[is_adapted], weights)
-    for path in temporary.iterdir():
-        _sync_file(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(temporary, folder)
-    sync_folder(folder.parent)
-
-
 def rotate_checkpoints(run_dir: Path, kept: int, best_step: int | None) -> None:
     """Remove all but the `kept` newest checkpoints and the best one, and what a killed save left behind."""
     steps = complete_steps(run_dir)
@@ -193,8 +179,3 @@ def _bytes_tensor(text: str) -> Tensor:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_file(path: Path) -> None:
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())

@@ -198,6 +198,9 @@ def _write_config(base: Path, folder: Path, request: ExportRequest) -> None:
     (folder / "config.json").write_text(to_json(config, indent=2), encoding="utf-8")
     generation = base / "generation_config.json"
     settings = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+    settings.pop(
+        "_from_model_config", None
+    )  # it would let the model's config win over the stop tokens written here
     settings["eos_token_id"] = stop_ids(settings.get("eos_token_id"), request.chat.stop_token_ids)
     (folder / generation.name).write_text(to_json(settings, indent=2), encoding="utf-8")
     if request.source.trust_remote_code:

@@ -6,7 +6,6 @@ code is refused unless the user allows it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -44,6 +43,7 @@ DEFINING_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+SMALL_HUB_FILES = ["config.json", "tokenizer_config.json", "chat_template.jinja"]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 UNSAFE_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack"}
 LARGEST_HEADER = 100_000_000  # the limit of the safetensors format itself
@@ -251,10 +251,9 @@ def _hub_folder(model: str, revision: str | None, trust: bool, download: bool) -
     from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"] + (["*.py"] if trust else [])
+    whole = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"] + (["*.py"] if trust else [])
+    wanted = whole if download else SMALL_HUB_FILES
     try:
-        if not download:
-            return _small_files(model, revision)
         return Path(
             snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"])
         )
@@ -265,23 +264,10 @@ def _hub_folder(model: str, revision: str | None, trust: bool, download: bool) -
         at = f" at revision {revision}" if revision else ""
         text = f"model {model}: no such folder here, and the Hub has no such model{at}; or it is private: set HF_TOKEN"
         raise FinetuneError("model_missing", text, model=model) from error
-    except hub.RemoteEntryNotFoundError as error:
-        raise FinetuneError("model_missing", f"model {model}: it has no config.json", model=model) from error
     except OSError as error:
         reason = type(error).__name__
         text = f"model {model}: no such folder here, and the Hub cannot be reached ({reason}); fetch it where there is a network"
         raise FinetuneError("offline", text, model=model) from error
-
-
-def _small_files(model: str, revision: str | None) -> Path:
-    from huggingface_hub import errors as hub
-    from huggingface_hub import hf_hub_download
-
-    folder = Path(hf_hub_download(model, "config.json", revision=revision)).parent
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        with contextlib.suppress(hub.EntryNotFoundError):
-            hf_hub_download(model, name, revision=folder.name)
-    return folder
 
 
 def weight_shapes(source: Source) -> dict[str, tuple[int, ...]]:

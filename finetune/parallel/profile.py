@@ -19,32 +19,33 @@ from finetune.errors import FinetuneError, Problems
 Kind = Literal["none", "ddp", "fsdp2"]
 _KINDS: dict[str, Kind] = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP": "fsdp2"}
 _FREE = {"compute_environment", "main_process_ip", "main_process_port", "machine_rank", "rdzv_backend", "gpu_ids"}  # where, not what
-_IDLE: dict[str, set[Any]] = {
-    "debug": {False},
-    "downcast_bf16": {"no", False},
-    "enable_cpu_affinity": {False},
-    "num_machines": {1},
-    "same_network": {True, False},
-    "tpu_env": {()},
-    "tpu_use_cluster": {False},
-    "tpu_use_sudo": {False},
-    "ipex_config": {()},
-    "mpirun_config": {()},
-    "dynamo_config": {()},
-    "main_training_function": {"main"},
-    "parallelism_config": {()},
+_ANY = ["any"]
+_IDLE: dict[str, list[Any]] = {
+    "debug": [False],
+    "downcast_bf16": ["no", False],
+    "enable_cpu_affinity": [False],
+    "num_machines": [1],
+    "same_network": [True, False],
+    "tpu_env": [],
+    "tpu_use_cluster": [False],
+    "tpu_use_sudo": [False],
+    "ipex_config": [],
+    "mpirun_config": [],
+    "dynamo_config": [],
+    "main_training_function": ["main"],
+    "parallelism_config": [],
 }
-_FSDP_IDLE: dict[str, set[Any]] = {
-    "fsdp_version": {2},
-    "fsdp_auto_wrap_policy": {"TRANSFORMER_BASED_WRAP"},
-    "fsdp_state_dict_type": {"FULL_STATE_DICT"},
-    "fsdp_cpu_ram_efficient_loading": {True, False},
-    "fsdp_activation_checkpointing": {False},
-    "fsdp_transformer_layer_cls_to_wrap": set(),  # any: the decoder layers of the model are wrapped
-    "fsdp_backward_prefetch": {"NO_PREFETCH", "BACKWARD_PRE"},
-    "fsdp_forward_prefetch": {False},
-    "fsdp_sync_module_states": {True},
-    "fsdp_use_orig_params": {True},
+_FSDP_IDLE: dict[str, list[Any]] = {
+    "fsdp_version": [2],
+    "fsdp_auto_wrap_policy": ["TRANSFORMER_BASED_WRAP"],
+    "fsdp_state_dict_type": ["FULL_STATE_DICT"],
+    "fsdp_cpu_ram_efficient_loading": [True, False],
+    "fsdp_activation_checkpointing": [False],
+    "fsdp_transformer_layer_cls_to_wrap": _ANY,  # whatever it names: the decoder layers of the model are wrapped
+    "fsdp_backward_prefetch": ["NO_PREFETCH", "BACKWARD_PRE"],
+    "fsdp_forward_prefetch": [False],
+    "fsdp_sync_module_states": [True],
+    "fsdp_use_orig_params": [True],
 }
 
 
@@ -127,11 +128,11 @@ def _fsdp_problems(fsdp: dict[str, Any]) -> list[str]:
     return problems + _not_idle({key: value for key, value in fsdp.items() if key not in seen}, _FSDP_IDLE, "fsdp_config.")
 
 
-def _not_idle(values: dict[str, Any], idle: dict[str, set[Any]], prefix: str) -> list[str]:
+def _not_idle(values: dict[str, Any], idle: dict[str, list[Any]], prefix: str) -> list[str]:
     problems = []
     for key, value in values.items():
         if key not in idle:
             problems.append(f"{prefix}{key}: not a key that is supported")
-        elif idle[key] and (() if value in ({}, [], None) else value) not in idle[key] | {()}:
+        elif value not in (None, [], {}) and idle[key] != _ANY and value not in idle[key]:
             problems.append(f"{prefix}{key}: {value!r} is not supported; leave the key out")
     return problems

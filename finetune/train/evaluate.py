@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedModel
+from torch import nn
 
 from finetune.domains.base import Domain
 from finetune.records import Example, Row
@@ -61,7 +61,7 @@ def _interval(differences: np.ndarray, seed: int) -> tuple[float, float]:
 
 
 def generated_scores(
-    model: PreTrainedModel, tokenizer: Any, domain: Domain, examples: Sequence[Example], rows: Sequence[Row]
+    model: nn.Module, tokenizer: Any, domain: Domain, examples: Sequence[Example], rows: Sequence[Row]
 ) -> list[float | None]:
     """Return the verifier's score of the model's greedy answer to each example; None where it cannot score.
 

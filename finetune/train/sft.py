@@ -55,7 +55,7 @@ def train(job: Job, world: World, journal: Journal, stop: StopFlag) -> TrainResu
         return _result(training, status, None, watch)
     after = _evaluate(training, prepared)
     journal.event("evaluated", step=training.progress.step, **_short(after))
-    write_final(training)
+    write_final(training, prepared.report)
     return _result(training, "succeeded", after, watch)
 
 
@@ -114,8 +114,6 @@ def _result(training: Training, status: str, after: EvalResult | None, watch: St
         "num_dtensors": ranks[0]["num_dtensors"],
         "peak_memory_bytes": [rank["peak_memory_bytes"] for rank in ranks],
         "trainable_parameters": sum(parameter.numel() for parameter in training.parameters.values()),
-        "num_forwards": training.num_forwards,
-        "num_backwards": training.num_backwards,
         "training_s": round(watch.read(), 2),
         "best_step": progress.best_step,
         "resumed_from": training.resumed_from,

@@ -27,12 +27,13 @@ from finetune.model.checkpoint import (
     rng_state,
     rotate_checkpoints,
     set_rng_state,
+    write_adapter,
     write_checkpoint,
-    write_weights,
 )
 from finetune.model.optimizer import full_optimizer_state, learning_rate, load_optimizer_state, make_optimizer, set_learning_rate
 from finetune.model.policy import Policy, adapter_files, build_policy, check_head, copy_tensors
 from finetune.model.source import Source
+from finetune.model.whole import write_whole_model
 from finetune.parallel.shard import Sharding, copy_full, full_tensor, measured_kind, reduce_on_last, shard
 from finetune.parallel.world import World
 from finetune.records import Journal, StopFlag
@@ -83,8 +84,6 @@ class Training:
     tracker: Tracker
     resumed_from: int | None = None
     is_first_step: bool = True
-    num_forwards: int = 0
-    num_backwards: int = 0
     watch: Stopwatch = field(default_factory=Stopwatch)
 
     @property
@@ -158,8 +157,6 @@ def take_step(training: Training, step: int, batches: Iterable[Batch], loss_of: 
         with reduce_on_last(training.module, last=index == len(pending) - 1):
             share = loss_of(training.module(on_device), on_device)
             (share * world.size).backward()
-        training.num_forwards += 1
-        training.num_backwards += 1
         loss += float(share.detach())
         if batch.weights_N.any():
             tokens += batch.num_tokens
@@ -227,21 +224,24 @@ def load_weights(training: Training, step: int) -> None:
         copy_full(parameter, saved.weights[name])
 
 
-def write_final(training: Training) -> None:
+def write_final(training: Training, report: dict[str, Any]) -> None:
     """Write adapter/ (or merged/ with tuning full) once training has come to its end.
 
-    Raises FinetuneError(no_learning_signal), and writes nothing, where the weights have not moved.
+    report: of the prepared data. Raises FinetuneError(no_learning_signal), and writes nothing, where the weights have
+    not moved.
     """
     weights = full_weights(training)
     if not has_learned(training, weights):
-        raise FinetuneError(
-            "no_learning_signal", "the weights have not moved: every gradient or the learning rate was zero", steps=training.progress.step
-        )
-    if training.world.rank == 0:
-        training.journal.heartbeat("writing the final weights")
-        policy = training.policy
-        folder = training.job.run_dir / ("adapter" if policy.is_adapted else "merged")
-        write_weights(folder, weights, policy.is_adapted, adapter_files(policy, training.job.source.id))
+        text = "the weights have not moved: every gradient or the learning rate was zero"
+        raise FinetuneError("no_learning_signal", text, steps=training.progress.step)
+    if training.world.rank != 0:
+        return
+    training.journal.heartbeat("writing the final weights")
+    source, run_dir = training.job.source, training.job.run_dir
+    if training.policy.is_adapted:
+        write_adapter(run_dir / "adapter", weights, adapter_files(training.policy, source.id))
+    else:
+        write_whole_model(run_dir / "merged", weights, source, report.get("chat_template"), report.get("stop_token_ids", []))
 
 
 def has_learned(training: Training, weights: dict[str, Tensor]) -> bool:

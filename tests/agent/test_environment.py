@@ -1,3 +1,5 @@
+"""What children inherit, and what is masked in everything that is written."""
+
 import pytest
 
 from agent.environment import child_environment, replayed_environment, scrub, secret_values

@@ -1,3 +1,5 @@
+"""The run folder: lock, documents, schemas."""
+
 import json
 import os
 from pathlib import Path
@@ -41,7 +43,7 @@ def test_a_document_that_breaks_its_schema_is_never_written(tmp_path: Path) -> N
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema_version": "1"}'])
 def test_a_foreign_document_is_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "state.json").write_text(text)
-    with pytest.raises(FinetuneError, match="state.json is no state document") as raised:
+    with pytest.raises(FinetuneError, match=r"state\.json is no state document") as raised:
         read_document(tmp_path / "state.json", "state")
     assert raised.value.code == "run_missing"
 

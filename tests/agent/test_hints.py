@@ -1,3 +1,5 @@
+"""The catalogue of hints, and finding the cause of a failure in logs."""
+
 import os
 import re
 from pathlib import Path
@@ -78,7 +80,8 @@ def test_an_error_is_shown_with_its_own_words_and_the_hint_of_its_code() -> None
 def test_the_launchers_summary_is_never_the_cause(tmp_path: Path) -> None:
     (tmp_path / "launch.log").write_text(LAUNCHER + "\n" + traceback_of("ValueError: the cause"))
     found = first_traceback(tmp_path / "launch.log")
-    assert found is not None and (found.error, found.line) == ("ValueError: the cause", 8)
+    assert found is not None
+    assert (found.error, found.line) == ("ValueError: the cause", 8)
     (tmp_path / "launch.log").write_text(LAUNCHER)
     assert first_traceback(tmp_path / "launch.log") is None
 
@@ -89,7 +92,8 @@ def test_the_earliest_traceback_over_all_ranks_is_the_cause(tmp_path: Path) -> N
     )
     (tmp_path / "rank1.log").write_text("2026-01-01 10:00:03 step 7\n" + traceback_of("KeyError: 'first'"))
     found = earliest_traceback(tmp_path)
-    assert found is not None and found.error == "KeyError: 'first'"
+    assert found is not None
+    assert found.error == "KeyError: 'first'"
 
 
 def test_without_times_the_log_that_ended_first_is_the_earliest(tmp_path: Path) -> None:
@@ -97,7 +101,8 @@ def test_without_times_the_log_that_ended_first_is_the_earliest(tmp_path: Path) 
         (tmp_path / name).write_text(traceback_of(f"ValueError: {name}"))
         os.utime(tmp_path / name, (1000 - age, 1000 - age))
     found = earliest_traceback(tmp_path)
-    assert found is not None and found.error == "ValueError: rank1.log"
+    assert found is not None
+    assert found.error == "ValueError: rank1.log"
 
 
 def test_progress_bars_do_not_hide_an_error(tmp_path: Path) -> None:
@@ -105,7 +110,8 @@ def test_progress_bars_do_not_hide_an_error(tmp_path: Path) -> None:
         b"10%|#\r20%|##\r" + traceback_of("OSError: x").encode().replace(b"\n", b"\r\n")
     )
     found = first_traceback(tmp_path / "rank0.log")
-    assert found is not None and (found.error, found.line) == ("OSError: x", 3)
+    assert found is not None
+    assert (found.error, found.line) == ("OSError: x", 3)
 
 
 def test_a_known_text_gives_the_hint_and_keeps_the_code(tmp_path: Path) -> None:
@@ -118,17 +124,16 @@ def test_a_known_text_gives_the_hint_and_keeps_the_code(tmp_path: Path) -> None:
         "broken_package",
         hint("broken_package").fix,
     )
-    assert shown["evidence"]["rank"] == 0 and shown["evidence"]["line"] == 1
+    assert shown["evidence"]["rank"] == 0
+    assert shown["evidence"]["line"] == 1
 
 
 def test_an_unknown_text_is_called_unknown_and_shown(tmp_path: Path) -> None:
     (tmp_path / "rank0.log").write_text(traceback_of("FooError: never seen"))
     error = diagnosed(FinetuneError("training_failed", "it failed"), tmp_path)
-    assert (
-        error.code == "training_failed"
-        and "the cause is unknown" in error.message
-        and "FooError: never seen" in error.message
-    )
+    assert error.code == "training_failed"
+    assert "the cause is unknown" in error.message
+    assert "FooError: never seen" in error.message
     assert error.evidence["traceback"][-1] == "FooError: never seen"
 
 

@@ -1,3 +1,5 @@
+"""Reading a run from outside."""
+
 import json
 import os
 import time
@@ -51,7 +53,8 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(line(step, pad="x" * 400)) + "\n" for step in range(2000)) + '{"half')
     found = last_lines(path)
-    assert 100 < len(found) < 2000 and found[-1]["step"] == 1999
+    assert 100 < len(found) < 2000
+    assert found[-1]["step"] == 1999
 
 
 @pytest.mark.parametrize(

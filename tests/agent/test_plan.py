@@ -1,3 +1,5 @@
+"""Plans: what is decided, what makes two plans equal, what is refused before anything starts."""
+
 import json
 import os
 from collections.abc import Callable
@@ -266,7 +268,8 @@ def test_a_plan_of_an_older_version_means_one_process(planned: Maker, tmp_path: 
     older = {name: plan[name] for name in ("schema_version", "plan_id", "method", "settings", "identity")}
     (tmp_path / "plan.json").write_text(json.dumps(older))
     read = read_plan(tmp_path / "plan.json")
-    assert read is not None and read["parallel"] == {
+    assert read is not None
+    assert read["parallel"] == {
         "kind": "single",
         "num_gpus": 1,
         "device": "cpu",

@@ -1,3 +1,5 @@
+"""Processes: identity, children that die with us, signals."""
+
 import os
 import signal
 import subprocess
@@ -21,7 +23,8 @@ def test_a_process_is_its_pid_and_its_start_time() -> None:
 def test_a_dead_process_and_a_zombie_are_not_alive() -> None:
     child = subprocess.Popen(SLEEP)
     found = ProcessId.of(child.pid)
-    assert found is not None and found.is_alive
+    assert found is not None
+    assert found.is_alive
     child.kill()
     assert wait_until(lambda: not found.is_alive, 5)  # still a zombie: nobody has waited for it
     child.wait()
@@ -56,7 +59,8 @@ time.sleep(60)
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = ProcessId.of(int(parent.stdout.readline()))
-    assert child is not None and child.is_alive
+    assert child is not None
+    assert child.is_alive
     parent.kill()
     parent.wait()
     assert wait_until(lambda: not child.is_alive, 5)

@@ -1,3 +1,5 @@
+"""Answers: bounded, clean, and in step with the exit code."""
+
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,8 @@ def test_ok_agrees_with_the_exit_code_of_every_error(code: str) -> None:
 def test_an_answer_without_errors_is_ok() -> None:
     value = document(Answer("list"))
     check_against_schema("answer", value)
-    assert value["ok"] and Answer("list").exit_code == 0
+    assert value["ok"]
+    assert Answer("list").exit_code == 0
 
 
 def test_long_answers_are_cut_and_say_so() -> None:
@@ -29,13 +32,15 @@ def test_long_answers_are_cut_and_say_so() -> None:
     ]
     value = document(refusal("run", errors))
     assert len(text_of(value)) <= MOST_CHARACTERS
-    assert value["truncated"] and len(value["errors"]) >= 2
+    assert value["truncated"]
+    assert len(value["errors"]) >= 2
     check_against_schema("answer", value)
 
 
 def test_even_data_that_cannot_be_cut_fits() -> None:
     value = document(Answer("x", data={f"key {n}": n for n in range(3000)}))
-    assert len(text_of(value)) <= MOST_CHARACTERS and value["truncated"]
+    assert len(text_of(value)) <= MOST_CHARACTERS
+    assert value["truncated"]
 
 
 def test_pages_join_to_the_whole() -> None:
@@ -49,7 +54,8 @@ def test_pages_join_to_the_whole() -> None:
         seen += value["data"]["lines"]
         assert value["truncated"] == (value["next_offset"] is not None)
         offset, pages = value["next_offset"], pages + 1
-    assert seen == items and pages > 3
+    assert seen == items
+    assert pages > 3
 
 
 def test_the_last_page_knows_that_it_is_the_last() -> None:
@@ -65,7 +71,8 @@ def test_foreign_text_has_no_control_codes() -> None:
     assert clean("a\x1b[31mred\x1b[0m\r\nb\x07\x00\u202e \ud800c\x1b]0;title\x07\td", 100) == "ared\nb c\td"
     assert clean("x" * 50, 10) == "x" * 7 + "..."
     value = document(refusal("run", [FinetuneError("bad_row", "bad \x1b[2J row", text="\x1b[1mbold")]))
-    assert "\\u001b" not in text_of(value) and "\x1b" not in text_of(value)
+    assert "\\u001b" not in text_of(value)
+    assert "\x1b" not in text_of(value)
 
 
 def test_secrets_are_masked_in_answers(monkeypatch: pytest.MonkeyPatch) -> None:

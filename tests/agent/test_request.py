@@ -1,3 +1,5 @@
+"""Requests: sources of values, files that bring settings, paths."""
+
 import json
 from pathlib import Path
 
@@ -14,7 +16,8 @@ def test_sources_give_way_to_each_other(tmp_path: Path) -> None:
         "method: sft\nmodel: builtin:tiny\ndata: builtin:arithmetic\nlearning-rate: 1e-3\nseed: 3\n"
     )
     request = understand({"config": "c.yaml", "seed": "7"}, tmp_path)
-    assert request.config is not None and not request.problems
+    assert request.config is not None
+    assert not request.problems
     assert (request.config.seed, request.config.learning_rate, request.config.data) == (
         7,
         1e-3,
@@ -73,7 +76,8 @@ def profile(folder: Path, text: str) -> str:
 def test_a_profile_brings_ranks_and_the_way_they_share(tmp_path: Path) -> None:
     path = profile(tmp_path, "distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: bf16\n")
     request = understand(BASE | {"profile": path}, tmp_path)
-    assert request.config is not None and not request.problems
+    assert request.config is not None
+    assert not request.problems
     assert (request.config.num_gpus, request.config.parallel, request.config.dtype) == (2, "ddp", "bf16")
     assert request.sources["num_gpus"] == request.sources["parallel"] == request.sources["dtype"] == "profile"
 
@@ -96,7 +100,8 @@ def test_an_adapter_brings_its_own_shape(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/adapter_config.json").write_text(json.dumps(facts))
     request = understand(BASE | {"init_adapter": "a"}, tmp_path)
-    assert request.config is not None and not request.problems
+    assert request.config is not None
+    assert not request.problems
     assert (request.config.lora_rank, request.config.lora_alpha, request.config.lora_targets) == (
         4,
         8.0,

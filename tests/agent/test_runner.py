@@ -14,8 +14,7 @@ import pytest
 from agent.folder import RunFolder, check_against_schema
 from agent.processes import ProcessId, wait_until
 from finetune.errors import EXIT_CODES
-
-from .conftest import TINY, Standin
+from tests.agent.calls import TINY, Standin
 
 SLOW = "steps:50,pause:0.2"
 
@@ -54,11 +53,14 @@ def test_a_run_tells_what_it_did(standin: Standin, flags: list[str], folder: Run
         "succeeded",
     )
     assert run["result"]["steps"] == state["step"] == 3
-    assert answer["artifacts"] == run["outputs"] and len(run["outputs"][0]["sha256"]) == 64
+    assert answer["artifacts"] == run["outputs"]
+    assert len(run["outputs"][0]["sha256"]) == 64
     assert [item["hint_id"] for item in answer["warnings"]].count("duplicate_rows") == 1
     assert run["settings"]["model"] == {"value": "builtin:tiny", "source": "user"}
-    assert run["data"]["ledger"]["read"] == 32 and run["data"]["files"][0]["rows"] == 32
-    assert "step 1/3" in standin.stderr and "step 3/3" in standin.stderr
+    assert run["data"]["ledger"]["read"] == 32
+    assert run["data"]["files"][0]["rows"] == 32
+    assert "step 1/3" in standin.stderr
+    assert "step 3/3" in standin.stderr
 
 
 def test_the_same_command_again_changes_nothing(
@@ -91,10 +93,8 @@ def test_a_run_under_way_answers_with_its_handle_and_stops_when_told(
     assert (code, second["status"], second["run_dir"]) == (0, "running", str(folder.path))
     waited, code = standin("status", str(folder.path), "--wait", "0.3")
     assert (code, waited["errors"][0]["code"], waited["status"]) == (9, "still_running", "running")
-    assert (
-        waited["data"]["ranks"][0]["operation"] == "training"
-        and waited["data"]["suggested_poll_seconds"] >= 5
-    )
+    assert waited["data"]["ranks"][0]["operation"] == "training"
+    assert waited["data"]["suggested_poll_seconds"] >= 5
     stopped, code = standin("stop", str(folder.path))
     assert (code, stopped["status"], stopped["data"]["killed"]) == (0, "stopped", False)
     ended, code = standin.finish(first)
@@ -185,7 +185,8 @@ def test_a_child_that_dies_is_described_by_its_log(
     )
     unknown, code = standin("run", *flags, how="crash:something new")
     assert (code, unknown["errors"][0]["code"]) == (8, "training_failed")
-    assert "something new" in unknown["errors"][0]["cause"] and "unknown" in unknown["errors"][0]["cause"]
+    assert "something new" in unknown["errors"][0]["cause"]
+    assert "unknown" in unknown["errors"][0]["cause"]
     known, code = standin("run", *flags, how="crash:No space left on device")
     assert (code, known["errors"][0]["hint_id"]) == (8, "disk_full")
     assert sorted(path.name for path in folder.logs.iterdir()) == ["attempt-1", "attempt-2", "launch.log"]
@@ -317,7 +318,7 @@ def test_awkward_paths_work_from_anywhere(standin: Standin, rows: Path, tmp_path
         "run", *TINY, "--data", "./d ä 1/a b.jsonl", "--out", "./o ü/", how="fail:non_finite", cwd=tmp_path
     )
     assert (code, answer["run_dir"]) == (8, str(tmp_path / "o ü"))
-    resumed, code = standin("resume", str(tmp_path / "o ü"), cwd=Path("/"))
+    _resumed, code = standin("resume", str(tmp_path / "o ü"), cwd=Path("/"))
     assert code == 0
     run = document(tmp_path / "o ü" / "run.json", "run")
     assert run["data"]["files"][0]["path"] == str(tmp_path / "d ä 1" / "a b.jsonl")
@@ -337,7 +338,8 @@ def test_secrets_are_stored_nowhere(standin: Standin, flags: list[str], folder: 
     assert not re.search("hf_TEST|k_TEST|sk-TEST|pw_TEST", text)
     assert "*** http://***@h/" in (folder.logs / "launch.log").read_text()
     refused, code = standin("run", *flags, "--system-prompt", "sk-TEST", **planted)
-    assert code == 2 and "sk-TEST" not in json.dumps(refused)
+    assert code == 2
+    assert "sk-TEST" not in json.dumps(refused)
 
 
 def test_the_child_gets_what_the_plan_says(standin: Standin, flags: list[str], folder: RunFolder) -> None:

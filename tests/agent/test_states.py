@@ -1,3 +1,5 @@
+"""The states of a run: every move, and how a reader judges them."""
+
 import itertools
 import os
 import time
@@ -64,7 +66,11 @@ def test_on_another_machine_the_heartbeat_tells(tmp_path: Path) -> None:
 
 def test_a_resumed_run_shows_as_starting_while_its_checks_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
+    ended = state("failed", pid_start=1)
     with locked(folder):
-        assert judged(state("failed"), folder, "here")["state"] == "starting"
-        assert judged(state("failed"), folder, "here", is_ours=True)["state"] == "failed"
+        assert judged(ended, folder, "here")["state"] == "starting"
+        assert (
+            judged(state("failed"), folder, "here")["state"] == "failed"
+        )  # its writer lives: it has only just ended
+        assert judged(ended, folder, "here", is_ours=True)["state"] == "failed"
         assert judged(state("running"), folder, "here", is_ours=True)["state"] == "lost"

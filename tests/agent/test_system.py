@@ -1,3 +1,5 @@
+"""Devices that are visible, hidden or broken; memory in containers."""
+
 from pathlib import Path
 
 import pytest

@@ -149,9 +149,11 @@ def test_an_answer_written_after_another_opening_is_refused(tiny):
 
 
 def test_a_template_that_changes_the_answer_is_refused(tiny):
-    upper = STRIPS_THOUGHTS.replace("else m['content']", "else m['content'] | upper")
+    cut = "{% for m in messages %}{{ m['content'] if m['role'] == 'user' else m['content'] | truncate(5, true, '') }}"
+    encoder = ChatFormat(tiny(), cut + "{{ '<|im_end|>' }}{% endfor %}")
+    assert encoder.problems() == []
     with pytest.raises(FinetuneError, match="does not write assistant turn 2"):
-        ChatFormat(tiny(), upper).conversation(answered("a", "bc"))
+        encoder.conversation(answered("say: it is long enough to be cut", "it is long enough to be cut"))
 
 
 def test_ml_16_control_tokens_that_a_row_spells_stay_text(tiny, shown, learned):

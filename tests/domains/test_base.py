@@ -6,8 +6,8 @@ import time
 import pytest
 
 from finetune.data.conversation import Conversation
-from finetune.domains.base import domain_from_file, limited_score, prompt_key
-from finetune.domains.registry import load_domain
+from finetune.domains.base import limited_score, prompt_key
+from finetune.domains.registry import domain_from_file, load_domain
 from finetune.errors import FinetuneError
 from finetune.records import Row
 
@@ -39,6 +39,16 @@ def test_a_users_domain(domain_of):
     assert domain.metrics([0.0, 1.0]) == {"best": 1.0}
     assert domain.has_verifier
     assert domain.digest != domain_of(GOOD + "# other").digest
+
+
+def test_a_users_turns_are_checked_like_those_of_rows(domain_of):
+    text = "def conversation(row): return [{'role': 'user', 'content': 3}, {'role': row['p']}]\n"
+    domain = domain_of(GOOD + text)
+    turns = domain.conversation(Row({"p": "assistant"}, "f", 1)).messages
+    assert turns == [{"role": "user", "content": "3"}, {"role": "assistant", "content": ""}]
+    with pytest.raises(FinetuneError) as caught:
+        domain.conversation(ROW)
+    assert caught.value.code == "bad_roles"
 
 
 @pytest.mark.parametrize(

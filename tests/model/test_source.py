@@ -63,7 +63,12 @@ def test_a_folder_gives_config_template_and_sizes(folder: Path) -> None:
     assert "<|im_start|>" in source.tokenizer_config["chat_template"]
     facts = model_facts(source)
     assert (facts.parameters, facts.head, facts.body) == (871_552, 328 * 128, 871_552 - 2 * 328 * 128)
-    assert (facts.weight_bytes, facts.context, facts.tied, facts.dtype) == (2 * 871_552, 512, False, "bfloat16")
+    assert (facts.weight_bytes, facts.context, facts.tied, facts.dtype) == (
+        2 * 871_552,
+        512,
+        False,
+        "bfloat16",
+    )
 
 
 @pytest.mark.parametrize("model", ["builtin:tiny", "builtin:tiny?tied=1&vocabulary=300"])
@@ -77,7 +82,12 @@ def test_what_is_said_of_a_builtin_is_what_its_files_say(model: str, tmp_path: P
 
 def test_smollm2_has_its_known_size() -> None:
     facts = model_facts(resolve_source("builtin:smollm2-135m"))
-    assert (facts.parameters, facts.body, facts.head, facts.tied) == (134_515_008, 106_203_456, 28_311_552, True)
+    assert (facts.parameters, facts.body, facts.head, facts.tied) == (
+        134_515_008,
+        106_203_456,
+        28_311_552,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +129,10 @@ def test_a_folder_without_config_is_refused(folder: Path) -> None:
 def test_code_of_the_model_never_runs_unasked(folder: Path, tmp_path: Path, file: str) -> None:
     marker = tmp_path / "code-ran"
     (folder / "modeling_own.py").write_text(f"open({str(marker)!r}, 'w')\n")
-    edit(folder / file, auto_map={"AutoModelForCausalLM": "modeling_own.Own", "AutoTokenizer": ["modeling_own.Own", None]})
+    edit(
+        folder / file,
+        auto_map={"AutoModelForCausalLM": "modeling_own.Own", "AutoTokenizer": ["modeling_own.Own", None]},
+    )
     error = refusal(folder)
     assert (error.code, error.evidence["files"]) == ("unsafe_model", [file])
     assert resolve_source(str(folder), trust_remote_code=True).trust_remote_code
@@ -200,7 +213,13 @@ def test_adapters_go_on_inner_linear_modules_alone(model: str) -> None:
         assert target_problems(source, good) == []
     problems = target_problems(source, "q_proj,lm_head,embed_tokens,no_proj,input_layernorm,roj")
     assert [problem.code for problem in problems] == ["bad_value"] * 5
-    assert ["embedding or the head" in problem.message for problem in problems] == [True, True, False, False, False]
+    assert ["embedding or the head" in problem.message for problem in problems] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -215,8 +234,13 @@ class Hub(BaseHTTPRequestHandler):
             return self.reply(403 if self.refuse["X-Error-Code"] == "GatedRepo" else 404, self.refuse)
         if self.path.startswith("/api/models/"):
             siblings = [{"rfilename": name} for name in self.files]
-            tree = [{"type": "file", "path": name, "size": len(data), "oid": "0"} for name, data in self.files.items()]
-            body = tree if "/tree/" in self.path else {"id": "me/tiny", "sha": self.commit, "siblings": siblings}
+            tree = [
+                {"type": "file", "path": name, "size": len(data), "oid": "0"}
+                for name, data in self.files.items()
+            ]
+            body = (
+                tree if "/tree/" in self.path else {"id": "me/tiny", "sha": self.commit, "siblings": siblings}
+            )
             return self.reply(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
         name = self.path.rpartition("/")[2]
         if name not in self.files:
@@ -256,7 +280,11 @@ except FinetuneError as error:
     def resolve(files: dict[str, bytes], refuse: dict[str, str] | None = None, download: bool = True) -> Any:
         Hub.files, Hub.refuse = files, refuse
         address = f"http://127.0.0.1:{server.server_port}"
-        environment = os.environ | {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hub")}
+        environment = os.environ | {
+            "HF_ENDPOINT": address,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HOME": str(tmp_path / "hub"),
+        }
         command = [sys.executable, "-c", code, json.dumps(download)]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
         return json.loads(done.stdout)
