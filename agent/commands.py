@@ -12,6 +12,7 @@ from typing import Any
 from agent import control, jobs, runner, verbs
 from agent.folder import RunFolder
 from agent.monitor import find_run
+from agent.plan import plan_of
 from agent.render import Answer
 from agent.request import Request, absolute, again, understand
 from agent.runner import Context
@@ -73,7 +74,7 @@ def _evaluate(call: Call) -> Answer:
     call.refuse_problems()
     folder = call.run_folder()
     changes = {name: value for name, value in call.settings.items() if name not in ("method", "config")}
-    plan = jobs.quick_plan(again(jobs.plan_of(folder), changes, call.context.cwd), call.context)
+    plan = jobs.quick_plan(again(plan_of(folder), changes, call.context.cwd), call.context)
     return jobs.evaluate(
         plan, jobs.weights_of(folder, options.checkpoint, options.base), folder.path, call.context
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from agent.folder import RunFolder
 from agent.monitor import find_run, read_state
-from agent.plan import read_plan
+from agent.plan import plan_of
 from agent.processes import ProcessId, kill_session, wait_until
 from agent.render import Answer
 from agent.request import again
@@ -22,11 +22,7 @@ _AFTER_KILL_S = 15.0
 def resume(name: str, extend: int | None, context: Context) -> Answer:
     """Go on with a run from its newest checkpoint, to more steps where `extend` says so."""
     folder = find_run(name, context.cwd, context.machine.environ)
-    plan = read_plan(folder.plan)
-    if plan is None:
-        raise FinetuneError(
-            "run_missing", f"{folder.path} has no plan.json: no run was started there", run=str(folder.path)
-        )
+    plan = plan_of(folder)
     steps = plan["arithmetic"]["steps"]
     if extend is not None and extend <= steps:
         raise FinetuneError(
@@ -36,7 +32,8 @@ def resume(name: str, extend: int | None, context: Context) -> Answer:
             steps=steps,
         )
     changes: dict[str, Any] = {"out": str(folder.path)} | ({} if extend is None else {"max_steps": extend})
-    answer = run(again(plan, changes, context.cwd), context, is_extension=extend is not None)
+    request = again(plan, changes, context.cwd)
+    answer = run(request, context, plan["model"].get("all_bytes", False), is_extension=extend is not None)
     return replace(answer, command="resume")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from agent.folder import RunFolder, read_document
 from agent.manifest import card_facts, flags_of
-from agent.plan import make_plan, read_plan
+from agent.plan import make_plan, plan_of
 from agent.probing import ask, environment_of, values_of
 from agent.processes import Interrupts
 from agent.render import Answer
@@ -86,16 +86,6 @@ def export(
     summary = f"{wanted['kind']} {how}: {folder}"
     found = _warnings(answer)
     return Answer("export", "done", summary, None, run.path, answer["data"], found, artifacts=artifacts)
-
-
-def plan_of(run: RunFolder) -> dict[str, Any]:
-    """Return the plan of a run; raise FinetuneError(run_missing)."""
-    plan = read_plan(run.plan)
-    if plan is None:
-        raise FinetuneError(
-            "run_missing", f"{run.path} has no plan.json: no run was started there", run=str(run.path)
-        )
-    return plan
 
 
 def weights_of(run: RunFolder, checkpoint: int | None, is_base: bool) -> dict[str, str | None]:

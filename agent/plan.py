@@ -20,7 +20,7 @@ from typing import Any
 
 from agent import preflight
 from agent.environment import child_environment, replayed_environment
-from agent.folder import SCHEMA_VERSION, read_document, write_document
+from agent.folder import SCHEMA_VERSION, RunFolder, read_document, write_document
 from agent.preflight import Findings, ModelFound
 from agent.request import Request
 from agent.system import DEVICE_LISTS, SOURCE_ROOT, Device, Machine
@@ -35,6 +35,7 @@ from finetune.config import (
 )
 from finetune.errors import FinetuneError, Problems
 from finetune.knobs import knobs
+from finetune.model.footprint import num_trainable
 
 RUN_ID = "{run_id}"  # stands for the id of a run that has none yet
 _BYTES_PER_TRAINED = 12  # fp32 weight and the two moments of AdamW
@@ -158,11 +159,12 @@ def _model_section(model: ModelFound | None, config: RunConfig) -> dict[str, Any
     if model is None:
         return {"id": config.model, "revision": config.revision, "sha256": None}
     facts = dataclasses.asdict(model.facts)
-    trained = preflight.trainable_parameters(config, model)
+    trained = num_trainable(config, model.source)
     return {
         "id": model.source.id,
         "revision": model.source.revision,
         "sha256": model.digest,
+        "all_bytes": model.all_bytes,
         "trained_parameters": trained,
     } | facts
 
@@ -221,7 +223,7 @@ def _estimates(config: RunConfig, model: ModelFound | None, found: Findings) -> 
     """Return bytes on disk and, once the full checks ran, in memory."""
     if model is None:
         return {"disk_bytes": None, "memory_bytes_per_rank": None}
-    checkpoint = preflight.trainable_parameters(config, model) * _BYTES_PER_TRAINED
+    checkpoint = num_trainable(config, model.source) * _BYTES_PER_TRAINED
     needed = checkpoint * (config.checkpoints_kept + 2)  # the best one and the final adapter besides
     free = preflight.check_disk(Path(config.out), needed, found)
     return {"disk_bytes": needed, "free_disk_bytes": free, "memory_bytes_per_rank": None}
@@ -297,9 +299,8 @@ def launch_environment(
     if devices:
         chosen = next((name for name in DEVICE_LISTS if name in environ), DEVICE_LISTS[0])
         extra[chosen] = ",".join(device.id for device in devices)
-        extra["CUDA_DEVICE_ORDER"] = environ.get(
-            "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
-        )  # the order in which the driver lists them
+        if chosen not in environ:  # our ids are the driver's; those of a user follow the user's own order
+            extra["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     if config.deterministic and config.device == "cuda":
         extra["CUBLAS_WORKSPACE_CONFIG"] = environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return child_environment(environ, extra)
@@ -336,6 +337,15 @@ def read_plan(path: Path) -> dict[str, Any] | None:
         plan.setdefault(
             "parallel", {"kind": "single", "num_gpus": 1, "device": "cpu", "devices": [], "profile": None}
         )
+    return plan
+
+
+def plan_of(run: RunFolder) -> dict[str, Any]:
+    """Return the plan of a run; raise FinetuneError(run_missing)."""
+    plan = read_plan(run.plan)
+    if plan is None:
+        text = f"{run.path} has no plan.json: no run was started there"
+        raise FinetuneError("run_missing", text, run=str(run.path))
     return plan
 
 

@@ -23,9 +23,7 @@ from finetune.model.source import (
     model_facts,
     resolve_source,
     target_problems,
-    weight_shapes,
 )
-from finetune.model.source import is_vocabulary_sized as is_outer
 
 Note = tuple[str, str]  # code of a warning, text
 GIB = 2**30
@@ -65,6 +63,7 @@ class ModelFound:
     source: Source
     digest: str
     facts: ModelFacts
+    all_bytes: bool  # whether the digest is of all bytes of the weights
 
 
 def choose_device(asked: str, machine: Machine, found: Findings) -> str:
@@ -109,7 +108,7 @@ def devices_of_ranks(device: str, num_gpus: int, machine: Machine, found: Findin
 def find_model(config: RunConfig, verify: bool, found: Findings) -> ModelFound | None:
     try:
         source = resolve_source(config.model, config.revision, config.trust_remote_code, download=False)
-        model = ModelFound(source, model_digest(source, verify), model_facts(source))
+        model = ModelFound(source, model_digest(source, verify), model_facts(source), verify)
     except (FinetuneError, Problems) as error:
         found.add(error)
         return None
@@ -157,28 +156,6 @@ def stored_secrets(settings: Mapping[str, Any], environ: Mapping[str, str]) -> I
             if secret in str(value):
                 text = f"{setting}: holds the value of {names[secret]}; settings are stored, secrets are not"
                 yield FinetuneError("bad_value", text, setting=setting)
-
-
-def trainable_parameters(config: RunConfig, model: ModelFound) -> int:
-    """Return how many parameters are trained; 0 where the model's weights are not here to be measured."""
-    shapes = weight_shapes(model.source)
-    if config.tuning == "full":
-        return model.facts.parameters
-    rows = model.facts.vocab_rows
-    matrices = {
-        name.removesuffix(".weight"): shape
-        for name, shape in shapes.items()
-        if len(shape) == 2 and not is_outer(shape, rows)
-    }
-    targets = (
-        None
-        if config.lora_targets == "all-linear"
-        else [f".{target.strip()}" for target in config.lora_targets.split(",")]
-    )
-    chosen = [
-        shape for name, shape in matrices.items() if targets is None or f".{name}".endswith(tuple(targets))
-    ]
-    return config.lora_rank * sum(sum(shape) for shape in chosen)
 
 
 def check_disk(out: Path, needed: int, found: Findings) -> int:

@@ -109,7 +109,7 @@ def full_checks(
         plan
         | {
             "level": "full",
-            "model": plan["model"] | (data.get("model") or {}),
+            "model": (data.get("model") or {}) | plan["model"],
             "arithmetic": arithmetic | {"steps": data.get("steps", arithmetic["steps"])},
             "estimates": plan["estimates"]
             | {"memory_bytes_per_rank": needed, "memory_parts": (data.get("memory") or {}).get("parts")},

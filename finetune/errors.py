@@ -10,7 +10,19 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-DONE, USAGE, INPUT, ENVIRONMENT, ACCESS, CONFIRM, CONFLICT, TRAINING, WAIT, STOPPED, BUG = 0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 70
+DONE, USAGE, INPUT, ENVIRONMENT, ACCESS, CONFIRM, CONFLICT, TRAINING, WAIT, STOPPED, BUG = (
+    0,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    9,
+    10,
+    70,
+)
 
 EXIT_CODES: dict[str, int] = {
     # usage

@@ -20,10 +20,21 @@ from finetune.errors import FinetuneError, Problems
 
 _VALIDATOR = jsonschema.Draft202012Validator
 _JSON_TYPE = {str: "string", int: "integer", float: "number", bool: "boolean"}
-_BOUNDS = {"at_least": "minimum", "above": "exclusiveMinimum", "at_most": "maximum", "below": "exclusiveMaximum"}
+_BOUNDS = {
+    "at_least": "minimum",
+    "above": "exclusiveMinimum",
+    "at_most": "maximum",
+    "below": "exclusiveMaximum",
+}
 
 
-def knob(default: Any = dataclasses.MISSING, help: str = "", advanced: bool = False, identity: bool = True, **bounds: float) -> Any:
+def knob(
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    advanced: bool = False,
+    identity: bool = True,
+    **bounds: float,
+) -> Any:
     """Declare a setting; without a default it is required.
 
     advanced: left out of `--help` (`--help-all` shows it). identity: changes the mathematics, hence the plan_id.
@@ -79,7 +90,16 @@ def _knob(field: dataclasses.Field[Any], hint: Any) -> Knob:
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     facts = field.metadata
     return Knob(
-        field.name, kind, choices, optional, is_list, default, facts["help"], facts["bounds"], facts["advanced"], facts["identity"]
+        field.name,
+        kind,
+        choices,
+        optional,
+        is_list,
+        default,
+        facts["help"],
+        facts["bounds"],
+        facts["advanced"],
+        facts["identity"],
     )
 
 
@@ -129,7 +149,11 @@ def add_flags(parser: argparse._ActionsContainer, config_class: type, advanced: 
     """
     for item in knobs(config_class):
         shown = "required" if item.required else f"default: {_shown(item)}"
-        text = argparse.SUPPRESS if item.advanced and not advanced else f"{item.help} ({shown})".replace("%", "%%")
+        text = (
+            argparse.SUPPRESS
+            if item.advanced and not advanced
+            else f"{item.help} ({shown})".replace("%", "%%")
+        )
         options: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS}
         if item.kind is bool:
             parser.add_argument(item.flag, action=argparse.BooleanOptionalAction, **options)
@@ -173,7 +197,9 @@ def build(config_class: type, values: dict[str, Any]) -> Any:
     items = {item.name: item for item in knobs(config_class)}
     unknown = [_unknown(name, list(items)) for name in values if name not in items]
     known = {name: from_text(items[name], value) for name, value in values.items() if name in items}
-    errors = unknown + [_bad_value(error) for error in _VALIDATOR(json_schema(config_class)).iter_errors(known)]
+    errors = unknown + [
+        _bad_value(error) for error in _VALIDATOR(json_schema(config_class)).iter_errors(known)
+    ]
     for name, value in known.items():
         if isinstance(value, float) and not math.isfinite(value):
             errors.append(FinetuneError("bad_value", f"{name}: {value} is not finite", setting=name))

@@ -24,7 +24,9 @@ from finetune.errors import FinetuneError
 from finetune.records import StopFlag, to_json, write_atomically
 
 POLL_S = 0.05
-SETTLE_S = 0.5  # in which the peers of a failed rank notice; their errors tell the cause from its consequences
+SETTLE_S = (
+    0.5  # in which the peers of a failed rank notice; their errors tell the cause from its consequences
+)
 
 
 @dataclass
@@ -63,7 +65,9 @@ def launch(run_dir: Path, stop: StopFlag) -> int:
     plan = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
     _clear(run_dir)
     with tempfile.TemporaryDirectory(prefix="finetune-") as folder:
-        ranks = _start_ranks(run_dir, plan["settings"]["num_gpus"]["value"], os.path.join(folder, "rendezvous"))
+        ranks = _start_ranks(
+            run_dir, plan["settings"]["num_gpus"]["value"], os.path.join(folder, "rendezvous")
+        )
         error = _wait(ranks, stop)
     result = None if error else _read(run_dir / "heartbeat" / "result.json")
     status = result["status"] if result else "failed"
@@ -133,7 +137,11 @@ def _culprit(ranks: list[Rank]) -> dict[str, Any]:
 
 def _death(rank: Rank) -> dict[str, Any]:
     exit_code = rank.process.returncode
-    how = f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"left with exit code {exit_code}"
+    how = (
+        f"was killed by {signal.Signals(-exit_code).name}"
+        if exit_code < 0
+        else f"left with exit code {exit_code}"
+    )
     return {
         "code": "rank_died",
         "message": f"rank {rank.number} {how} ({rank.doing})",

@@ -19,11 +19,22 @@ class Method:
     summary: str
 
 
-METHODS = {"sft": Method("sft", SftConfig, "finetune.train.sft:train", "supervised finetuning on conversations or prompt-completion pairs")}
+METHODS = {
+    "sft": Method(
+        "sft",
+        SftConfig,
+        "finetune.train.sft:train",
+        "supervised finetuning on conversations or prompt-completion pairs",
+    )
+}
 
 
 def method_named(name: str) -> Method:
     """Return the method, or raise FinetuneError(bad_value) naming those that exist."""
     if name not in METHODS:
-        raise FinetuneError("bad_value", f"method {unknown_name(name, list(METHODS))}; there are: {', '.join(METHODS)}", setting="method")
+        raise FinetuneError(
+            "bad_value",
+            f"method {unknown_name(name, list(METHODS))}; there are: {', '.join(METHODS)}",
+            setting="method",
+        )
     return METHODS[name]

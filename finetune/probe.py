@@ -22,7 +22,15 @@ import torch
 from finetune.config import RunConfig, global_batch, rows_per_forward, steps_of
 from finetune.data.batches import Budget, input_length, rank_microbatches, step_rows
 from finetune.data.chat import ChatFormat
-from finetune.data.prepare import Prepared, RowSets, load_prepared, prepare, prepared_key, read_row_sets, store_prepared
+from finetune.data.prepare import (
+    Prepared,
+    RowSets,
+    load_prepared,
+    prepare,
+    prepared_key,
+    read_row_sets,
+    store_prepared,
+)
 from finetune.data.store import prepared_folder
 from finetune.errors import FinetuneError, Problems, boundary
 from finetune.knobs import build
@@ -122,7 +130,7 @@ def check_data(request: Request) -> Answer:
 
 
 def _prepared(request: Request, source: Source, tokenizer: Any) -> tuple[Prepared, Path | None, bool]:
-    """Return the prepared data, the folder they are stored in (None where nothing is to be left on disk), and if they were there."""
+    """Return the prepared data, their folder (None where nothing is to be left on disk), and whether they were there."""
     facts = model_facts(source)
     row_sets: RowSets = read_row_sets(request.config)
     if not request.fields.get("store"):
@@ -140,8 +148,13 @@ def _largest_workload(config: RunConfig, prepared: Prepared, source: Source) -> 
     budget = Budget(config.micro_batch_tokens, rows_per_forward(config), getattr(config, "packing", False))
     examples, most = prepared.train, 0
     for step in range(1, min(SAMPLED_STEPS, steps_of(config, len(examples))) + 1):
-        lengths = {row: input_length(examples[row]) for row in step_rows(config.seed, step, len(examples), global_batch(config))}
-        for microbatch in (microbatch for rank in rank_microbatches(lengths, budget, config.num_gpus) for microbatch in rank):
+        lengths = {
+            row: input_length(examples[row])
+            for row in step_rows(config.seed, step, len(examples), global_batch(config))
+        }
+        for microbatch in (
+            microbatch for rank in rank_microbatches(lengths, budget, config.num_gpus) for microbatch in rank
+        ):
             widths = [sum(lengths[row] for row in sequence) for sequence in microbatch.sequences]
             most = max(most, max(widths) * len(widths))
     return Workload(most, config.num_gpus, config.parallel == "fsdp2", num_trainable(config, source))
@@ -152,20 +165,28 @@ def evaluate(request: Request) -> Answer:
     source = request.source
     prepared, _, _ = _prepared(request, source, load_tokenizer(source))
     if not prepared.eval:
-        raise FinetuneError("too_few_rows", "no rows are held out: give --eval-data or a larger --eval-fraction")
+        raise FinetuneError(
+            "too_few_rows", "no rows are held out: give --eval-data or a larger --eval-fraction"
+        )
     policy = _policy(request, source).to(request.config.device)
     world = World.single(request.config.device)
     held_out = HeldOut(prepared, request.config, source, world, beat=lambda doing: None)
     result = evaluate_held_out(policy, held_out, lambda: policy)
-    return {name: value for name, value in jsonable(result).items() if name not in ("scores", "row_losses")}, []
+    return {
+        name: value for name, value in jsonable(result).items() if name not in ("scores", "row_losses")
+    }, []
 
 
 def _policy(request: Request, source: Source) -> Policy:
     """Return the policy of the request's weights: a trained adapter, whole trained weights, or the model as it came."""
     fields = request.fields
     if fields.get("adapter"):
-        return build_policy(replace(request.config, init_adapter=fields["adapter"], gradient_checkpointing=False), source)
-    weights = replace(source, kind="folder", folder=Path(fields["merged"])) if fields.get("merged") else source
+        return build_policy(
+            replace(request.config, init_adapter=fields["adapter"], gradient_checkpointing=False), source
+        )
+    weights = (
+        replace(source, kind="folder", folder=Path(fields["merged"])) if fields.get("merged") else source
+    )
     model = load_model(weights, DTYPES[request.config.dtype], request.config.attention)
     return Policy(model, DTYPES[request.config.dtype], is_adapted=False)
 
@@ -177,9 +198,14 @@ def answer_prompts(request: Request) -> Answer:
     chat = ChatFormat.from_config(request.config, tokenizer)
     if problems := chat.problems():
         raise Problems(problems)
-    turns = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in fields["prompts"]]
+    turns = [
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        for prompt in fields["prompts"]
+    ]
     prompts = [chat.prompt(messages) for messages in turns]
-    sampling = Sampling(fields["max_new_tokens"], chat.stop_token_ids, fields["temperature"], request.config.seed)
+    sampling = Sampling(
+        fields["max_new_tokens"], chat.stop_token_ids, fields["temperature"], request.config.seed
+    )
     completions = generate(_policy(request, source).to(request.config.device).generator, prompts, sampling)
     return {
         "completions": [
@@ -197,9 +223,19 @@ def export(request: Request) -> Answer:
     """Export trained weights as a PEFT adapter or as a merged model."""
     fields, source, config = request.fields, request.source, request.config
     if not fields.get("adapter"):
-        raise FinetuneError("bad_export", "there is no adapter to export; with tuning full the run's merged/ folder is the model")
+        raise FinetuneError(
+            "bad_export",
+            "there is no adapter to export; with tuning full the run's merged/ folder is the model",
+        )
     chat = ChatFormat.from_config(config, load_tokenizer(source))
-    wanted = ExportRequest(source, Path(fields["adapter"]), Path(fields["out"]), chat, fields.get("facts") or {}, fields.get("dtype") or "auto")
+    wanted = ExportRequest(
+        source,
+        Path(fields["adapter"]),
+        Path(fields["out"]),
+        chat,
+        fields.get("facts") or {},
+        fields.get("dtype") or "auto",
+    )
     done = export_adapter(wanted) if fields["kind"] == "adapter" else merge_adapter(wanted)
     return {"folder": str(done.folder), "files": done.files, "checks": done.checks, "reused": done.reused}, []
 
@@ -224,9 +260,16 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     except (FinetuneError, Problems) as error:
         traceback.print_exc()
         found = error.errors if isinstance(error, Problems) else [error]
-        errors = [{"code": one.code, "message": one.message, "evidence": jsonable(one.evidence)} for one in found]
+        errors = [
+            {"code": one.code, "message": one.message, "evidence": jsonable(one.evidence)} for one in found
+        ]
         return {"ok": False, "errors": errors, "warnings": [], "data": {}}
-    return {"ok": True, "errors": [], "warnings": [{"code": code, "text": text} for code, text in warnings], "data": data}
+    return {
+        "ok": True,
+        "errors": [],
+        "warnings": [{"code": code, "text": text} for code, text in warnings],
+        "data": data,
+    }
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """One rank of a training: its device, threads and heartbeat, then the method's own function; and how it failed.
 
-    python -m finetune.rank RUN_DIR RANK SIZE RENDEZVOUS      what launch starts, once for each rank
-    torchrun --nproc-per-node N -m finetune.rank RUN_DIR      each of torchrun's processes is a rank
+python -m finetune.rank RUN_DIR RANK SIZE RENDEZVOUS      what launch starts, once for each rank
+torchrun --nproc-per-node N -m finetune.rank RUN_DIR      each of torchrun's processes is a rank
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def describe(error: Exception, rank: int) -> dict[str, Any]:
         code, message, evidence = first.code, first.message, first.evidence
     else:
         code, message, evidence = _kind(first), f"{type(first).__name__}: {str(first)[:1000]}", {}
-    collective = any(word in text for word in ("gloo", "Gloo", "NCCL", "DistBackendError", "Connection closed by peer"))
+    collective = any(
+        word in text for word in ("gloo", "Gloo", "NCCL", "DistBackendError", "Connection closed by peer")
+    )
     return {
         "code": code,
         "message": message,
@@ -100,9 +102,13 @@ def describe(error: Exception, rank: int) -> dict[str, Any]:
 
 def _kind(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text or "out of memory" in text:
+    if (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or "can't allocate memory" in text
+        or "out of memory" in text
+    ):
         return "out_of_memory"
-    if isinstance(error, OSError) and error.errno == 28 or "No space left on device" in text:
+    if (isinstance(error, OSError) and error.errno == 28) or "No space left on device" in text:
         return "disk_full"
     return "missing_package" if isinstance(error, ImportError) else "training_failed"
 
@@ -114,7 +120,9 @@ def main() -> None:
     if len(sys.argv) == 2:
         sys.exit(_as_torchruns_rank(run_dir, stop))
     rank, size = int(sys.argv[2]), int(sys.argv[3])
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a rank never outlives the process that started it
+    ctypes.CDLL(None).prctl(
+        1, signal.SIGKILL
+    )  # PR_SET_PDEATHSIG: a rank never outlives the process that started it
     # The ranks of one node talk over the loopback interface, unless the user has chosen another one.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(sys.argv[4], size) if size > 1 else None

@@ -9,8 +9,8 @@ import contextlib
 import json
 import math
 import os
-import signal
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -218,7 +218,14 @@ class Journal:
     def heartbeat(self, operation: str, step: int | None = None, **facts: Any) -> None:
         """Say what this rank is doing now; the file is replaced whole, so a reader never sees half of it."""
         self._step = self._step if step is None else step
-        beat = {"rank": self.rank, "step": self._step, "operation": operation, "time": time.time(), "pid": os.getpid(), **facts}
+        beat = {
+            "rank": self.rank,
+            "step": self._step,
+            "operation": operation,
+            "time": time.time(),
+            "pid": os.getpid(),
+            **facts,
+        }
         path = self.run_dir / "heartbeat" / f"rank{self.rank}"
         temporary = path.with_name(f".{path.name}")
         temporary.write_text(to_json(beat))

@@ -1,4 +1,4 @@
-"""What must hold on a GPU, within six minutes and without network: steps, gradients, memory, speed, kill and resume, a real lack of memory.
+"""What must hold on a GPU, within six minutes and without network: steps, gradients, memory, kill and resume, lack of memory.
 
     python scripts/gpu_check.py [--device cuda|cpu]
 
@@ -36,13 +36,31 @@ from proof.claims import Claim
 from proof.product import Run, sft_command
 
 SIZES = {
-    "cuda": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 8},
-    "cpu": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "cuda": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "cpu": {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
 }
 VOCABULARY = {"cuda": 50_000, "cpu": 4_000}
 ROW_TOKENS = {"cuda": 900, "cpu": 200}
 GRADIENT_LIMIT = 5e-2  # relative, bf16 on the device against fp32 on the CPU
 MEMORY_LIMIT = {"cuda": 0.20, "cpu": 0.15}
+
+# Runs a script in 5 GB of address space, which its children inherit.
+LIMITED = (
+    "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (5_000_000_000,) * 2); "
+    "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +79,14 @@ class Bench:
         return self.folder / "rows.jsonl"
 
     def settings(self, **more: Any) -> dict[str, Any]:
-        fixed = {"model": self.model, "data": self.rows, "device": self.device, "dtype": "bf16", "global_batch_size": 8, "eval_fraction": 0}
+        fixed = {
+            "model": self.model,
+            "data": self.rows,
+            "device": self.device,
+            "dtype": "bf16",
+            "global_batch_size": 8,
+            "eval_fraction": 0,
+        }
         return {**fixed, "learning_rate": 1e-3, **more}
 
 
@@ -72,18 +97,27 @@ def make_bench(folder: Path, device: str) -> Bench:
     config = LlamaConfig(vocab_size=VOCABULARY[device], max_position_embeddings=4096, **SIZES[device])
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(bench.model)
     load_tokenizer(resolve_source("builtin:tiny")).save_pretrained(bench.model)
+    write_rows(bench.rows, 64, ROW_TOKENS[device])
+    return bench
+
+
+def write_rows(path: Path, count: int, longest: int) -> None:
     draw = random.Random(0)
-    with open(bench.rows, "w") as file:
-        for _ in range(64):
-            answer = "".join(draw.choice("abcdefghij ") for _ in range(draw.randint(ROW_TOKENS[device] // 2, ROW_TOKENS[device])))
+    with open(path, "w") as file:
+        for _ in range(count):
+            answer = "".join(draw.choice("abcdefghij ") for _ in range(draw.randint(longest // 2, longest)))
             turns = [{"role": "user", "content": "letters?"}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": turns}) + "\n")
-    return bench
 
 
 def train(bench: Bench, name: str, **more: Any) -> tuple[Run, dict[str, Any]]:
     """Run the product to its end and return the run with the JSON it printed."""
-    done = subprocess.run(sft_command(bench.folder / name, **bench.settings(**more)), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        sft_command(bench.folder / name, **bench.settings(**more)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return Run(bench.folder / name), {"exit_code": done.returncode, **json.loads(done.stdout)}
 
 
@@ -114,7 +148,13 @@ def gradients(bench: Bench) -> list[Claim]:
         rows.append(Example(ids, [0.0] * 10 + [1.0] * (len(ids) - 10), row, "made", row + 1))
     found = []
     for device, dtype in (("cpu", "fp32"), (bench.device, "bf16")):
-        values = {"model": str(bench.model), "data": ["x"], "dtype": dtype, "attention": "sdpa", "gradient_checkpointing": False}
+        values = {
+            "model": str(bench.model),
+            "data": ["x"],
+            "dtype": dtype,
+            "attention": "sdpa",
+            "gradient_checkpointing": False,
+        }
         policy = build_policy(build(SftConfig, values), resolve_source(str(bench.model)))
         with torch.no_grad():
             torch.manual_seed(2)
@@ -125,16 +165,28 @@ def gradients(bench: Bench) -> list[Claim]:
         (batch,), total = rank_batches(range(4), rows, Budget(4096), 0, 1)
         on_device = batch.to(torch.device(device))
         (weighted_nll(policy(on_device), on_device.weights_N) / total).backward()
-        found.append(torch.cat([parameter.grad.cpu().flatten() for parameter in policy.trainable().values() if parameter.grad is not None]))
+        found.append(
+            torch.cat(
+                [
+                    parameter.grad.cpu().flatten()
+                    for parameter in policy.trainable().values()
+                    if parameter.grad is not None
+                ]
+            )
+        )
     exact, measured = found
-    return [Claim("gradient_difference", float((measured - exact).norm() / exact.norm()), "<", GRADIENT_LIMIT)]
+    return [
+        Claim("gradient_difference", float((measured - exact).norm() / exact.norm()), "<", GRADIENT_LIMIT)
+    ]
 
 
 def kill_and_resume(bench: Bench) -> list[Claim]:
     """kill -9 in the middle; the rerun resumes and each step stands in the metrics once."""
     out = bench.folder / "killed"
     command = sft_command(out, **bench.settings(max_steps=30, checkpoint_every=3))
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and len(read_lines(out / "metrics.jsonl")) < 5:
         time.sleep(0.05)
@@ -157,20 +209,33 @@ def lack_of_memory(bench: Bench) -> list[Claim]:
         del filler
         torch.cuda.empty_cache()
     else:
-        limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (4_200_000_000,) * 2); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-        command = sft_command(bench.folder / "memory", **bench.settings(max_steps=2, micro_batch_tokens=2_000_000, global_batch_size=4096, epochs=1))
-        done = subprocess.run([command[0], "-c", limit, *command[1:]], capture_output=True, text=True, check=False)
+        write_rows(bench.folder / "many.jsonl", 600, ROW_TOKENS["cpu"])
+        wide = {
+            "data": bench.folder / "many.jsonl",
+            "micro_batch_tokens": 1_000_000,
+            "global_batch_size": 600,
+        }
+        command = sft_command(bench.folder / "memory", **bench.settings(max_steps=1, **wide))
+        done = subprocess.run(
+            [command[0], "-c", LIMITED, *command[1:]], capture_output=True, text=True, check=False
+        )
         answer = {"exit_code": done.returncode, **json.loads(done.stdout)}
     codes = {error["code"] for error in answer["errors"]}
-    return [Claim("told_as_lack_of_memory", int(bool(codes & {"out_of_memory", "not_enough_memory"})), "==", 1)]
+    return [
+        Claim("told_as_lack_of_memory", int(bool(codes & {"out_of_memory", "not_enough_memory"})), "==", 1)
+    ]
 
 
 CHECKS = (steps_and_speed, gradients, kill_and_resume, lack_of_memory)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     device = parser.parse_args().device
     figures, failed = {}, []
     with tempfile.TemporaryDirectory(prefix="finetune-gpu-") as folder:
@@ -180,7 +245,11 @@ def main() -> int:
             started = time.perf_counter()
             for claim in check(bench):
                 figures[claim.name] = claim.figure
-                failed += [] if claim.holds else [f"{claim.name} {claim.figure} is not {claim.relation} {claim.limit}"]
+                failed += (
+                    []
+                    if claim.holds
+                    else [f"{claim.name} {claim.figure} is not {claim.relation} {claim.limit}"]
+                )
             print(f"{check.__name__}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
     print(json.dumps({"ok": not failed, "device": device, "figures": figures, "failed": failed}))
     return int(bool(failed))

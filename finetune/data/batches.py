@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +121,9 @@ class Batch:
     num_tokens: int  # without padding
 
     def to(self, device: torch.device) -> Batch:
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return replace(self, **moved)
 
 

@@ -61,7 +61,9 @@ def checkpoint_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step}"
 
 
-def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, is_adapted: bool, extra_files: dict[str, str]) -> Path:
+def write_checkpoint(
+    run_dir: Path, checkpoint: Checkpoint, is_adapted: bool, extra_files: dict[str, str]
+) -> Path:
     """Write a checkpoint (rank 0 alone calls this) and return its folder.
 
     Raises FinetuneError(bad_checkpoint) where what lies on disk is not what was to be written: an empty or non-finite
@@ -86,7 +88,9 @@ def write_adapter(folder: Path, weights: dict[str, Tensor], extra_files: dict[st
         _write_weights(temporary, weights, True, extra_files)
 
 
-def _write_weights(folder: Path, weights: dict[str, Tensor], is_adapted: bool, extra_files: dict[str, str]) -> None:
+def _write_weights(
+    folder: Path, weights: dict[str, Tensor], is_adapted: bool, extra_files: dict[str, str]
+) -> None:
     save_file(weights, folder / WEIGHTS[is_adapted], metadata={"format": "pt"})
     for name, text in extra_files.items():
         (folder / name).write_text(text)
@@ -97,7 +101,9 @@ def _check_weights(path: Path, expected: dict[str, Tensor]) -> None:
     stored = load_file(path)
     if set(stored) != set(expected):
         odd = sorted(set(stored) ^ set(expected))[:3]
-        raise FinetuneError("bad_checkpoint", f"{path}: keys differ from those in training, for example {odd}")
+        raise FinetuneError(
+            "bad_checkpoint", f"{path}: keys differ from those in training, for example {odd}"
+        )
     for name, tensor in stored.items():
         if tensor.shape != expected[name].shape or 0 in tensor.shape:
             raise FinetuneError("bad_checkpoint", f"{path}: {name} has shape {tuple(tensor.shape)}")
@@ -108,7 +114,9 @@ def _check_weights(path: Path, expected: dict[str, Tensor]) -> None:
 def complete_steps(run_dir: Path) -> list[int]:
     """Return the steps of the checkpoints that have a manifest, oldest first; their digests are not looked at."""
     folders = (run_dir / "checkpoints").glob("step-*")
-    return sorted(int(folder.name.removeprefix("step-")) for folder in folders if (folder / MANIFEST).exists())
+    return sorted(
+        int(folder.name.removeprefix("step-")) for folder in folders if (folder / MANIFEST).exists()
+    )
 
 
 def damage(folder: Path) -> str | None:
@@ -127,7 +135,7 @@ def damage(folder: Path) -> str | None:
 
 def newest_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:
     """Return the newest sound checkpoint's folder, and a sentence for each newer one that was passed over."""
-    passed_over = []
+    passed_over: list[str] = []
     for step in reversed(complete_steps(run_dir)):
         folder = checkpoint_folder(run_dir, step)
         if (reason := damage(folder)) is None:

@@ -1,19 +1,24 @@
 """How much memory a rank will take: a sum of parts that a plan can show, each from the model's sizes.
 
 The factors of activations were fitted to measured peaks; what is no formula is a measured constant and named as such.
+Nothing heavy is imported, so that a plan can forecast without loading anything.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from finetune.config import RunConfig
-from finetune.model.adapter import adapter_shapes, read_adapter_config
-from finetune.model.logprobs import CHUNK
-from finetune.model.policy import lora_config
-from finetune.model.source import Source, model_facts, text_config, weight_shapes
+from finetune.model.source import Source, is_vocabulary_sized, model_facts, text_config, weight_shapes
 
-BASE_BYTES = {"cpu": 425_000_000, "cuda": 600_000_000}  # libraries in main memory; context and kernels on a device
+LOGITS_CHUNK = 256  # positions whose logits exist at once
+
+BASE_BYTES = {
+    "cpu": 425_000_000,
+    "cuda": 600_000_000,
+}  # libraries in main memory; context and kernels on a device
 # Peak over the sum of what is kept for the backward: working memory of the kernels, and what the allocator cannot give
 # back. Measured on CPUs (SmolLM2-135M, bf16 and fp32, 200 to 2,000 tokens); on cuda the allocator rounds less.
 ALLOCATOR = {"cpu": 1.45, "cuda": 1.15}
@@ -43,9 +48,11 @@ def forecast(source: Source, config: RunConfig, work: Workload) -> dict[str, int
     return {
         "libraries": BASE_BYTES[config.device],
         "weights": facts.parameters * (4 if config.tuning == "full" else width) // share,
-        "trained_weights_gradients_optimizer": work.trainable * (16 if config.tuning == "lora" else 12) // share,
+        "trained_weights_gradients_optimizer": work.trainable
+        * (16 if config.tuning == "lora" else 12)
+        // share,
         "activations": int(work.num_tokens * kept),
-        "logits_chunk": int(min(CHUNK, work.num_tokens) * facts.vocab_rows * 4 * LOGITS_COPIES),
+        "logits_chunk": int(min(LOGITS_CHUNK, work.num_tokens) * facts.vocab_rows * 4 * LOGITS_COPIES),
     }
 
 
@@ -65,13 +72,33 @@ def _kept_by_layer(source: Source, width: int) -> float:
 
 
 def num_trainable(config: RunConfig, source: Source) -> int:
-    """Return how many numbers are trained: rank x (in + out) of each adapted matrix, or all parameters."""
-    shapes = weight_shapes(source)
+    """Return how many numbers are trained: rank x (in + out) of each adapted matrix, or all parameters.
+
+    0 where the model's weights are not here to be measured.
+    """
     if config.tuning == "full":
         return model_facts(source).parameters
-    lora = read_adapter_config(config.init_adapter) if config.init_adapter else lora_config(config)
-    if lora.target_modules == "all-linear":
-        outside = ("embed_tokens", "lm_head", "wte", "wpe")
-        adapted = [shape for name, shape in shapes.items() if len(shape) == 2 and name.split(".")[-2] not in outside]
-        return sum(lora.r * sum(shape) for shape in adapted)
-    return sum(rows * columns for rows, columns in adapter_shapes(lora, shapes).values())
+    rows = model_facts(source).vocab_rows
+    shapes = {
+        name.removesuffix(".weight"): shape
+        for name, shape in weight_shapes(source).items()
+        if len(shape) == 2
+    }
+    rank, targets = _adapter_of(config)
+    chosen = [
+        shape
+        for name, shape in shapes.items()
+        if not is_vocabulary_sized(shape, rows) and (targets is None or f".{name}".endswith(tuple(targets)))
+    ]
+    return rank * sum(sum(shape) for shape in chosen)
+
+
+def _adapter_of(config: RunConfig) -> tuple[int, list[str] | None]:
+    """Return the rank of the adapter and the ends of the names of its modules; None: every linear layer."""
+    rank, names = config.lora_rank, config.lora_targets.split(",")
+    settings = Path(config.init_adapter or "") / "adapter_config.json"
+    if config.init_adapter and settings.is_file():
+        stored = json.loads(settings.read_text(encoding="utf-8"))
+        targets = stored.get("target_modules") or []
+        rank, names = stored.get("r", rank), [targets] if isinstance(targets, str) else targets
+    return rank, None if names == ["all-linear"] else [f".{name.strip()}" for name in names]

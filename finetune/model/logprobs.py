@@ -12,10 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK = 256
+from finetune.model.footprint import LOGITS_CHUNK
 
 
-def token_logps(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float = 1.0, chunk: int = CHUNK) -> Tensor:
+def token_logps(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    temperature: float = 1.0,
+    chunk: int = LOGITS_CHUNK,
+) -> Tensor:
     """Return log p(target) at each position, shape (N,), float32: log_softmax(hidden @ weight^T / temperature)[target].
 
     A frozen head costs two matrix products a position instead of the three of recomputation, see `_FrozenHead`; a
@@ -45,7 +51,9 @@ class _FrozenHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature: float, chunk: int
+    ) -> Tensor:
         wants_grad = hidden_ND.requires_grad
         logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
         slope_ND = torch.empty_like(hidden_ND) if wants_grad else None

@@ -23,7 +23,9 @@ class LoraLinear(PeftLinear):
         if special or not isinstance(self.lora_dropout[name], torch.nn.Identity):
             return super().forward(x, *args, **options)
         base = self.base_layer(x)
-        return base + _LowRank.apply(x, self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name])
+        return base + _LowRank.apply(
+            x, self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
+        )
 
 
 class _LowRank(torch.autograd.Function):

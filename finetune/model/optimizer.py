@@ -17,7 +17,10 @@ def make_optimizer(parameters: dict[str, nn.Parameter], config: RunConfig) -> to
     """Return AdamW over the parameters in their order; vectors (norms, biases) are never decayed."""
     matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters.values() if parameter.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate)
 
 
@@ -43,7 +46,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def full_optimizer_state(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def full_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
+) -> dict[str, Tensor]:
     """Return the optimizer's state as whole tensors on the CPU, keyed "state/parameter"; every rank must call it."""
     found = {}
     for name, parameter in parameters.items():
@@ -53,7 +58,9 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, parameters: dict[str,
     return found
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], saved: dict[str, Tensor]) -> None:
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], saved: dict[str, Tensor]
+) -> None:
     """Set the optimizer's state from whole tensors, whatever the ranks that saved them."""
     for name, parameter in parameters.items():
         own = optimizer.state[parameter]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -17,8 +18,8 @@ from transformers import PreTrainedModel
 from finetune.config import RunConfig
 from finetune.data.batches import Batch
 from finetune.errors import FinetuneError
-from finetune.model.builtin import load_model
 from finetune.model.adapter import load_adapter_tensors, read_adapter_config
+from finetune.model.builtin import load_model
 from finetune.model.logprobs import token_logps
 from finetune.model.lora import LoraLinear
 from finetune.model.source import Source
@@ -29,9 +30,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Policy(nn.Module):
     """A causal language model in training; `model` is the transformers model, adapted or whole."""
 
-    def __init__(self, model: nn.Module, compute_dtype: torch.dtype, is_adapted: bool) -> None:
+    def __init__(self, model: Any, compute_dtype: torch.dtype, is_adapted: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model  # transformers' or PEFT's class, whose own types say little
         self.compute_dtype = compute_dtype
         self.is_adapted = is_adapted
 
@@ -50,11 +51,19 @@ class Policy(nn.Module):
         with self._compute():
             # Neither mask nor cache: with one of them transformers would drop the walls between packed rows in silence.
             output = causal.base_model(
-                input_ids=batch.input_ids_BT, position_ids=batch.position_ids_BT, attention_mask=None, use_cache=False
+                input_ids=batch.input_ids_BT,
+                position_ids=batch.position_ids_BT,
+                attention_mask=None,
+                use_cache=False,
             )
             hidden_ND = output.last_hidden_state.flatten(0, 1)[batch.selected_N]
             weight_VD = causal.get_output_embeddings().weight
-            return token_logps(hidden_ND.to(self.compute_dtype), weight_VD.to(self.compute_dtype), batch.targets_N, temperature)
+            return token_logps(
+                hidden_ND.to(self.compute_dtype),
+                weight_VD.to(self.compute_dtype),
+                batch.targets_N,
+                temperature,
+            )
 
     def _compute(self) -> contextlib.AbstractContextManager[object]:
         """Full tuning keeps fp32 weights and computes in bf16; an adapted model already has the compute type."""
@@ -66,11 +75,15 @@ class Policy(nn.Module):
         """Return the repeated blocks, which sharding gathers one at a time."""
         names = set(self.causal_model._no_split_modules or [])
         layers = [module for module in self.causal_model.modules() if type(module).__name__ in names]
-        return layers or list(max(_module_lists(self.causal_model), key=len))
+        return layers or list(max(_module_lists(self.causal_model), key=lambda blocks: sum(1 for _ in blocks)))
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by their names in the model's files (adapter keys in PEFT form)."""
-        return {_file_name(name): parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        return {
+            _file_name(name): parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
 
 
 def build_policy(config: RunConfig, source: Source) -> Policy:
@@ -94,7 +107,9 @@ def build_policy(config: RunConfig, source: Source) -> Policy:
     try:
         adapted_model = get_peft_model(model.requires_grad_(False), lora, autocast_adapter_dtype=True)
     except ValueError as error:
-        raise FinetuneError("bad_value", f"lora_targets: {str(error)[:300]}", setting="lora_targets") from error
+        raise FinetuneError(
+            "bad_value", f"lora_targets: {str(error)[:300]}", setting="lora_targets"
+        ) from error
     policy = Policy(adapted_model.train(), dtype, is_adapted=True)
     for parameter in policy.trainable().values():
         parameter.data = parameter.data.float()
@@ -115,7 +130,10 @@ def adapter_files(policy: Policy, base_model: str) -> dict[str, str]:
     """Return the small files that make a folder of adapter weights a PEFT adapter: {} for a whole model."""
     if not policy.is_adapted:
         return {}
-    values = policy.model.peft_config["default"].to_dict() | {"base_model_name_or_path": base_model, "inference_mode": True}
+    values = policy.model.peft_config["default"].to_dict() | {
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+    }
     values["target_modules"] = sorted(values["target_modules"])
     plain_values = {key: value for key, value in values.items() if not isinstance(value, set) and value != {}}
     return {"adapter_config.json": json.dumps(plain_values, indent=2, sort_keys=True, default=str)}
@@ -131,7 +149,15 @@ def check_head(policy: Policy) -> None:
     vocabulary = policy.causal_model.get_input_embeddings().weight.shape[0]
     ids_BT = (torch.arange(length, device=next(policy.parameters()).device) % vocabulary)[None]
     targets_N = ids_BT[0, 1:]
-    batch = Batch(ids_BT, None, torch.arange(length - 1), targets_N, torch.ones(length - 1), torch.zeros(length - 1), length)
+    batch = Batch(
+        ids_BT,
+        None,
+        torch.arange(length - 1),
+        targets_N,
+        torch.ones(length - 1),
+        torch.zeros(length - 1),
+        length,
+    )
     was_training = policy.training
     policy.eval()
     with torch.no_grad():
@@ -140,7 +166,10 @@ def check_head(policy: Policy) -> None:
     policy.train(was_training)
     theirs_N = logits_TV.log_softmax(dim=-1).gather(1, targets_N[:, None])[:, 0]
     if (difference := float((ours_N - theirs_N).abs().max())) > 0.05:
-        raise FinetuneError("unsupported_model", f"log-probs differ from the model's own by {difference:.3f}: its head does more than a product")
+        raise FinetuneError(
+            "unsupported_model",
+            f"log-probs differ from the model's own by {difference:.3f}: its head does more than a product",
+        )
 
 
 def check_packing(policy: Policy, module: nn.Module) -> None:
@@ -161,11 +190,18 @@ def check_packing(policy: Policy, module: nn.Module) -> None:
         selected_N = torch.arange(length, 2 * length - 1, device=device)
         ones_N = torch.ones(length - 1, device=device)
         with torch.no_grad():
-            seen.append(module(Batch(ids_BT, places_BT, selected_N, ids_BT[0, length + 1 :], ones_N, ones_N, 2 * length)))
+            seen.append(
+                module(
+                    Batch(ids_BT, places_BT, selected_N, ids_BT[0, length + 1 :], ones_N, ones_N, 2 * length)
+                )
+            )
     module.train(was_training)
     if (leak := float((seen[0] - seen[1]).abs().max())) > 0:
         attention = policy.causal_model.config._attn_implementation
-        raise FinetuneError("packing_unsafe", f"packed rows see each other under attention {attention} (by {leak:.3g}): leave --packing out")
+        raise FinetuneError(
+            "packing_unsafe",
+            f"packed rows see each other under attention {attention} (by {leak:.3g}): leave --packing out",
+        )
 
 
 def lora_config(config: RunConfig) -> LoraConfig:

@@ -17,7 +17,9 @@ from finetune.model.source import WEIGHTS_FILE, Source
 from finetune.records import folder_written_whole, to_json
 
 
-def write_whole_model(folder: Path, weights: dict[str, Tensor], source: Source, template: str | None, learned_stops: list[int]) -> None:
+def write_whole_model(
+    folder: Path, weights: dict[str, Tensor], source: Source, template: str | None, learned_stops: list[int]
+) -> None:
     """Write weights in the type of the base model (rounded once), config, tokenizer, template and stop tokens.
 
     template: the chat template of the training. Raises FinetuneError(non_finite).
@@ -30,12 +32,18 @@ def write_whole_model(folder: Path, weights: dict[str, Tensor], source: Source, 
     shutil.rmtree(folder, ignore_errors=True)  # an older one of the same run
     with folder_written_whole(folder) as temporary:
         save_file(rounded, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
-        (temporary / "config.json").write_text(to_json(source.config | {"dtype": name.removeprefix("torch.")}, indent=2))
+        (temporary / "config.json").write_text(
+            to_json(source.config | {"dtype": name.removeprefix("torch.")}, indent=2)
+        )
         tokenizer.save_pretrained(temporary)
-        (temporary / "generation_config.json").write_text(json.dumps(_generation_settings(source, learned_stops), indent=2))
+        (temporary / "generation_config.json").write_text(
+            json.dumps(_generation_settings(source, learned_stops), indent=2)
+        )
         for key, tensor in load_file(temporary / WEIGHTS_FILE).items():
             if not torch.isfinite(tensor).all():
-                raise FinetuneError("non_finite", f"{folder}: {key} has values that are not finite", tensor=key)
+                raise FinetuneError(
+                    "non_finite", f"{folder}: {key} has values that are not finite", tensor=key
+                )
 
 
 def _generation_settings(source: Source, learned_stops: list[int]) -> dict[str, object]:

@@ -18,7 +18,14 @@ from finetune.errors import FinetuneError, Problems
 
 Kind = Literal["none", "ddp", "fsdp2"]
 _KINDS: dict[str, Kind] = {"NO": "none", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP": "fsdp2"}
-_FREE = {"compute_environment", "main_process_ip", "main_process_port", "machine_rank", "rdzv_backend", "gpu_ids"}  # where, not what
+_FREE = {
+    "compute_environment",
+    "main_process_ip",
+    "main_process_port",
+    "machine_rank",
+    "rdzv_backend",
+    "gpu_ids",
+}  # where, not what
 _ANY = ["any"]
 _IDLE: dict[str, list[Any]] = {
     "debug": [False],
@@ -62,7 +69,12 @@ class Profile:
     @property
     def fingerprint(self) -> str:
         """Return the sha256 of the meaning, without what only says where the run is deployed."""
-        meaning = {"kind": self.kind, "mixed_precision": self.mixed_precision, "reshard": self.reshard, "cpu_offload": self.cpu_offload}
+        meaning = {
+            "kind": self.kind,
+            "mixed_precision": self.mixed_precision,
+            "reshard": self.reshard,
+            "cpu_offload": self.cpu_offload,
+        }
         return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()
 
 
@@ -77,7 +89,12 @@ def read_profile(path: str | Path) -> Profile:
     if not isinstance(values, dict):
         raise FinetuneError("bad_profile", f"profile {path}: expected keys and values", setting="profile")
     if problems := list(_problems(values)):
-        raise Problems([FinetuneError("bad_profile", f"profile {path}: {problem}", setting="profile") for problem in problems])
+        raise Problems(
+            [
+                FinetuneError("bad_profile", f"profile {path}: {problem}", setting="profile")
+                for problem in problems
+            ]
+        )
     fsdp = values.get("fsdp_config") or {}
     precision = values.get("mixed_precision")
     return Profile(
@@ -95,7 +112,9 @@ def _problems(values: dict[str, Any]) -> list[str]:
         values["distributed_type"] = kind = "NO"
     problems = []
     if kind == "DEEPSPEED":
-        problems.append("distributed_type DEEPSPEED is not supported; FSDP with fsdp_version 2 and fsdp_offload_params replaces ZeRO-3")
+        problems.append(
+            "distributed_type DEEPSPEED is not supported; FSDP with fsdp_version 2 and fsdp_offload_params replaces ZeRO-3"
+        )
     elif kind not in _KINDS:
         problems.append(f"distributed_type {kind!r} is none of {', '.join(_KINDS)}")
     if kind == "MULTI_CPU" and values.get("use_cpu") is False:
@@ -106,7 +125,9 @@ def _problems(values: dict[str, Any]) -> list[str]:
     if not isinstance(processes, int) or isinstance(processes, bool) or processes < 1:
         problems.append(f"num_processes {processes!r} is no positive number")
     read_here = {"distributed_type", "mixed_precision", "num_processes", "use_cpu", "fsdp_config"}
-    problems += _not_idle({key: value for key, value in values.items() if key not in read_here | _FREE}, _IDLE, "")
+    problems += _not_idle(
+        {key: value for key, value in values.items() if key not in read_here | _FREE}, _IDLE, ""
+    )
     fsdp = values.get("fsdp_config") or {}
     if fsdp and kind != "FSDP":
         problems.append(f"fsdp_config beside distributed_type {kind}")
@@ -120,12 +141,16 @@ def _fsdp_problems(fsdp: dict[str, Any]) -> list[str]:
     if fsdp.get("fsdp_version") != 2:
         problems.append(f"fsdp_config.fsdp_version must be 2, not {fsdp.get('fsdp_version')!r}")
     if fsdp.get("fsdp_state_dict_type", "FULL_STATE_DICT") != "FULL_STATE_DICT":
-        problems.append(f"fsdp_config.fsdp_state_dict_type must be FULL_STATE_DICT, not {fsdp['fsdp_state_dict_type']!r}")
+        problems.append(
+            f"fsdp_config.fsdp_state_dict_type must be FULL_STATE_DICT, not {fsdp['fsdp_state_dict_type']!r}"
+        )
     for name in ("fsdp_reshard_after_forward", "fsdp_offload_params"):
         if not isinstance(fsdp.get(name, True), bool):
             problems.append(f"fsdp_config.{name} must be true or false, not {fsdp[name]!r}")
     seen = {"fsdp_version", "fsdp_state_dict_type", "fsdp_reshard_after_forward", "fsdp_offload_params"}
-    return problems + _not_idle({key: value for key, value in fsdp.items() if key not in seen}, _FSDP_IDLE, "fsdp_config.")
+    return problems + _not_idle(
+        {key: value for key, value in fsdp.items() if key not in seen}, _FSDP_IDLE, "fsdp_config."
+    )
 
 
 def _not_idle(values: dict[str, Any], idle: dict[str, list[Any]], prefix: str) -> list[str]:

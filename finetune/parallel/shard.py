@@ -40,8 +40,8 @@ def shard(module: nn.Module, layers: Sequence[nn.Module], sharding: Sharding, wo
     offload = CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy()
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=sharding.reshard, offload_policy=offload)
-    return fully_shard(module, mesh=mesh, reshard_after_forward=sharding.reshard, offload_policy=offload)
-
+    fully_shard(module, mesh=mesh, reshard_after_forward=sharding.reshard, offload_policy=offload)
+    return module
 
 
 @contextlib.contextmanager
@@ -66,7 +66,12 @@ def copy_full(target: Tensor, whole: Tensor) -> None:
     """Copy a whole tensor into one of which each rank may hold a piece only."""
     with torch.no_grad():
         if isinstance(target, DTensor):
-            whole = distribute_tensor(whole.to(target.device, target.dtype), target.device_mesh, target.placements, src_data_rank=None)
+            whole = distribute_tensor(
+                whole.to(target.device, target.dtype),
+                target.device_mesh,
+                target.placements,
+                src_data_rank=None,
+            )
         target.copy_(whole)
 
 
@@ -74,8 +79,15 @@ def sharding_facts(module: nn.Module) -> dict[str, int]:
     """Measure what this rank holds: bytes of parameters here and over all ranks, and how many are pieces (DTensors)."""
     parameters = list(module.parameters())
     pieces = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    local = sum(_num_bytes(parameter.to_local() if isinstance(parameter, DTensor) else parameter) for parameter in parameters)
-    return {"local_parameter_bytes": local, "parameter_bytes": sum(_num_bytes(p) for p in parameters), "num_dtensors": len(pieces)}
+    local = sum(
+        _num_bytes(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+        for parameter in parameters
+    )
+    return {
+        "local_parameter_bytes": local,
+        "parameter_bytes": sum(_num_bytes(p) for p in parameters),
+        "num_dtensors": len(pieces),
+    }
 
 
 def measured_kind(module: nn.Module) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,9 @@ class World:
 
 
 @contextlib.contextmanager
-def joined_world(rank: int, size: int, device: torch.device, timeout_s: float, store: dist.Store | None) -> Iterator[World]:
+def joined_world(
+    rank: int, size: int, device: torch.device, timeout_s: float, store: dist.Store | None
+) -> Iterator[World]:
     """Open the process group for the time of the block; a failing block leaves it without waiting for the others.
 
     Without a store the group meets where the environment says (torchrun's ranks).

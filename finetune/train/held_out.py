@@ -36,7 +36,9 @@ class HeldOut:
     beat: Callable[[str], None]  # is told what is being done
 
 
-def evaluate_held_out(module: nn.Module, held_out: HeldOut, unsharded: Callable[[], Policy]) -> EvalResult | None:
+def evaluate_held_out(
+    module: nn.Module, held_out: HeldOut, unsharded: Callable[[], Policy]
+) -> EvalResult | None:
     """Return loss and accuracy, equal on every rank; None where no row is held out.
 
     `unsharded` gives the policy that may generate; it is asked for only where the domain has a verifier.
@@ -67,7 +69,9 @@ def held_out_loss(module: nn.Module, held_out: HeldOut) -> float:
 def _row_losses(module: nn.Module, held_out: HeldOut) -> dict[int, tuple[float, float]]:
     """Return place of an example -> (sum of w * nll, sum of w), for all of them, on every rank."""
     world, examples = held_out.world, held_out.prepared.eval
-    batches, _ = rank_batches(range(len(examples)), examples, Budget(held_out.config.micro_batch_tokens), world.rank, world.size)
+    batches, _ = rank_batches(
+        range(len(examples)), examples, Budget(held_out.config.micro_batch_tokens), world.rank, world.size
+    )
     own: dict[int, tuple[float, float]] = {}
     module.eval()
     with torch.no_grad():
@@ -92,9 +96,17 @@ def _scores(policy: Policy, held_out: HeldOut, domain: Domain) -> list[float | N
     """Score every held-out row, each rank its share; no collective runs while answers are made."""
     world, prepared = held_out.world, held_out.prepared
     held_out.beat("answering held-out rows")
-    examples = {example.row: example for example in reversed(prepared.eval)}  # of a row that became several: the first
+    examples = {
+        example.row: example for example in reversed(prepared.eval)
+    }  # of a row that became several: the first
     own = [place for place in sorted(examples) if place % world.size == world.rank]
     tokenizer = load_tokenizer(held_out.source)
-    found = generated_scores(policy.generator, tokenizer, domain, [examples[place] for place in own], prepared.eval_rows)
-    every = {place: score for part in world.gather(dict(zip(own, found, strict=True))) for place, score in part.items()}
+    found = generated_scores(
+        policy.generator, tokenizer, domain, [examples[place] for place in own], prepared.eval_rows
+    )
+    every = {
+        place: score
+        for part in world.gather(dict(zip(own, found, strict=True)))
+        for place, score in part.items()
+    }
     return [every[place] for place in sorted(every)]

@@ -6,11 +6,14 @@ Rows of step k are a pure function of (seed, k); evaluation by generation runs o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from torch import Tensor
+
 from finetune.config import SftConfig, global_batch, rows_per_forward, steps_of
-from finetune.data.batches import Budget, rank_batches, step_rows
+from finetune.data.batches import Batch, Budget, rank_batches, step_rows
 from finetune.data.prepare import Prepared, load_prepared
 from finetune.errors import FinetuneError
 from finetune.model.policy import check_packing
@@ -63,15 +66,22 @@ def _steps(training: Training, prepared: Prepared, config: SftConfig) -> str:
     """Make the steps that are left; return "succeeded", or "stopped" where a signal asked for it."""
     for step in range(training.progress.step + 1, training.num_steps + 1):
         rows = step_rows(config.seed, step, len(prepared.train), global_batch(config))
-        batches, total = rank_batches(rows, prepared.train, _budget(config), training.world.rank, training.world.size)
-        facts = take_step(training, step, batches, lambda logps, batch, total=total: weighted_nll(logps, batch.weights_N) / total)
+        batches, total = rank_batches(
+            rows, prepared.train, _budget(config), training.world.rank, training.world.size
+        )
+        facts = take_step(training, step, batches, _share_of(total))
         more: dict[str, Any] = {"rows": [prepared.train[row].row for row in rows]}
         is_best = False
         if config.eval_every and step % config.eval_every == 0 and prepared.eval:
             more["eval_loss"] = held_out_loss(training.module, _held_out(training, prepared))
             is_best = training.progress.take_eval(more["eval_loss"])
-        log_step(training, step, facts, **more)  # before the checkpoint: a resumed run makes no line of a saved step
-        is_over = config.early_stopping is not None and training.progress.evals_without_gain >= config.early_stopping
+        log_step(
+            training, step, facts, **more
+        )  # before the checkpoint: a resumed run makes no line of a saved step
+        is_over = (
+            config.early_stopping is not None
+            and training.progress.evals_without_gain >= config.early_stopping
+        )
         is_last = step == training.num_steps or is_over
         if is_last or is_best or facts.stop_asked or step % config.checkpoint_every == 0:
             save_checkpoint(training)
@@ -84,12 +94,19 @@ def _steps(training: Training, prepared: Prepared, config: SftConfig) -> str:
     return "succeeded"
 
 
+def _share_of(total: float) -> Callable[[Tensor, Batch], Tensor]:
+    """Return what a microbatch adds to the loss of a step whose weights sum to `total` over all ranks."""
+    return lambda logps_N, batch: weighted_nll(logps_N, batch.weights_N) / total
+
+
 def _held_out(training: Training, prepared: Prepared) -> HeldOut:
     return HeldOut(prepared, training.config, training.job.source, training.world, training.journal.heartbeat)
 
 
 def _evaluate(training: Training, prepared: Prepared) -> EvalResult | None:
-    return evaluate_held_out(training.module, _held_out(training, prepared), lambda: unsharded_policy(training))
+    return evaluate_held_out(
+        training.module, _held_out(training, prepared), lambda: unsharded_policy(training)
+    )
 
 
 def _budget(config: SftConfig) -> Budget:
@@ -97,7 +114,11 @@ def _budget(config: SftConfig) -> Budget:
 
 
 def _short(result: EvalResult | None) -> dict[str, Any]:
-    return {"loss": result.loss, "accuracy": result.accuracy, "num_rows": result.num_rows} if result else {"num_rows": 0}
+    return (
+        {"loss": result.loss, "accuracy": result.accuracy, "num_rows": result.num_rows}
+        if result
+        else {"num_rows": 0}
+    )
 
 
 def _result(training: Training, status: str, after: EvalResult | None, watch: Stopwatch) -> TrainResult:
@@ -143,4 +164,7 @@ def _lift(before: EvalResult | None, after: EvalResult | None, seed: int) -> dic
         return {"of": "accuracy", **lift(before.scores, after.scores, seed)}
     if not before.row_losses or not after.row_losses:
         raise FinetuneError("bug", "evaluations without rows cannot be compared")
-    return {"of": "loss saved", **lift([-loss for loss in before.row_losses], [-loss for loss in after.row_losses], seed)}
+    return {
+        "of": "loss saved",
+        **lift([-loss for loss in before.row_losses], [-loss for loss in after.row_losses], seed),
+    }

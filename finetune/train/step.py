@@ -30,7 +30,13 @@ from finetune.model.checkpoint import (
     write_adapter,
     write_checkpoint,
 )
-from finetune.model.optimizer import full_optimizer_state, learning_rate, load_optimizer_state, make_optimizer, set_learning_rate
+from finetune.model.optimizer import (
+    full_optimizer_state,
+    learning_rate,
+    load_optimizer_state,
+    make_optimizer,
+    set_learning_rate,
+)
 from finetune.model.policy import Policy, adapter_files, build_policy, check_head, copy_tensors
 from finetune.model.source import Source
 from finetune.model.whole import write_whole_model
@@ -104,7 +110,9 @@ def start_training(job: Job, world: World, journal: Journal, stop: StopFlag, num
     tracker = Tracker(job.config.report_to if world.rank == 0 else "none", job.run_dir)
     progress = Progress(step=0, world_size=world.size)
     optimizer = make_optimizer(parameters, job.config)
-    training = Training(job, world, journal, stop, num_steps, policy, module, parameters, optimizer, progress, tracker)
+    training = Training(
+        job, world, journal, stop, num_steps, policy, module, parameters, optimizer, progress, tracker
+    )
     # Dropout differs from rank to rank; what the ranks must share was drawn before.
     torch.manual_seed(job.config.seed * 1009 + world.rank + 1)
     _resume(training)
@@ -137,10 +145,16 @@ def _resume(training: Training) -> None:
 def _check_names(folder: Path, saved: set[str], expected: set[str]) -> None:
     if saved != expected:
         odd = sorted(saved ^ expected)[:3]
-        raise FinetuneError("bad_checkpoint", f"{folder}: its weights are not those of this model, for example {odd}", names=odd)
+        raise FinetuneError(
+            "bad_checkpoint",
+            f"{folder}: its weights are not those of this model, for example {odd}",
+            names=odd,
+        )
 
 
-def take_step(training: Training, step: int, batches: Iterable[Batch], loss_of: Callable[[Tensor, Batch], Tensor]) -> StepFacts:
+def take_step(
+    training: Training, step: int, batches: Iterable[Batch], loss_of: Callable[[Tensor, Batch], Tensor]
+) -> StepFacts:
     """Make one optimizer step from this rank's microbatches and return its facts over all ranks.
 
     `loss_of` gives a microbatch's share of the step's loss; the shares of all ranks add up to the loss. Raises
@@ -169,7 +183,11 @@ def take_step(training: Training, step: int, batches: Iterable[Batch], loss_of: 
     rate = learning_rate(config, step, training.num_steps)
     facts = _agree(training, StepFacts(loss, norm, rate, tokens, supervised, 0.0, 0, training.stop.is_set))
     if not (math.isfinite(facts.loss) and math.isfinite(norm)):
-        raise FinetuneError("non_finite", f"step {step}: loss {facts.loss}, gradient norm {norm}; the weights are as before", step=step)
+        raise FinetuneError(
+            "non_finite",
+            f"step {step}: loss {facts.loss}, gradient norm {norm}; the weights are as before",
+            step=step,
+        )
     set_learning_rate(training.optimizer, rate)
     training.optimizer.step()
     training.progress.step = step
@@ -195,9 +213,15 @@ def _check_gradients(training: Training) -> None:
     """Find trained weights that got no gradient on any rank, which an optimizer would pass over in silence."""
     missing = {name for name, parameter in training.parameters.items() if parameter.grad is None}
     everywhere = sorted(set.intersection(*map(set, training.world.gather(missing))))
-    everywhere = [name for name in everywhere if ".experts." not in name]  # an expert that no token chose is no fault
+    everywhere = [
+        name for name in everywhere if ".experts." not in name
+    ]  # an expert that no token chose is no fault
     if everywhere:
-        raise FinetuneError("no_gradient", f"{len(everywhere)} trained weights got no gradient, first {everywhere[:3]}", weights=everywhere[:20])
+        raise FinetuneError(
+            "no_gradient",
+            f"{len(everywhere)} trained weights got no gradient, first {everywhere[:3]}",
+            weights=everywhere[:20],
+        )
 
 
 def save_checkpoint(training: Training) -> None:
@@ -210,9 +234,14 @@ def save_checkpoint(training: Training) -> None:
     if training.world.rank == 0:
         checkpoint = Checkpoint(training.job.run_dir, training.progress, weights, optimizer, rng)
         folder = write_checkpoint(
-            training.job.run_dir, checkpoint, training.policy.is_adapted, adapter_files(training.policy, training.job.source.id)
+            training.job.run_dir,
+            checkpoint,
+            training.policy.is_adapted,
+            adapter_files(training.policy, training.job.source.id),
         )
-        rotate_checkpoints(training.job.run_dir, training.config.checkpoints_kept, training.progress.best_step)
+        rotate_checkpoints(
+            training.job.run_dir, training.config.checkpoints_kept, training.progress.best_step
+        )
         training.journal.event("checkpoint", step=step, folder=str(folder))
     training.journal.heartbeat(f"saved step {step}")
 
@@ -241,7 +270,9 @@ def write_final(training: Training, report: dict[str, Any]) -> None:
     if training.policy.is_adapted:
         write_adapter(run_dir / "adapter", weights, adapter_files(training.policy, source.id))
     else:
-        write_whole_model(run_dir / "merged", weights, source, report.get("chat_template"), report.get("stop_token_ids", []))
+        write_whole_model(
+            run_dir / "merged", weights, source, report.get("chat_template"), report.get("stop_token_ids", [])
+        )
 
 
 def has_learned(training: Training, weights: dict[str, Tensor]) -> bool:
@@ -253,7 +284,10 @@ def has_learned(training: Training, weights: dict[str, Tensor]) -> bool:
 
 def full_weights(training: Training) -> dict[str, Tensor]:
     """Return every trained weight whole, on the CPU, by its name in files; all ranks take part, in the order of names."""
-    return {name: full_tensor(parameter.detach()).cpu().contiguous() for name, parameter in training.parameters.items()}
+    return {
+        name: full_tensor(parameter.detach()).cpu().contiguous()
+        for name, parameter in training.parameters.items()
+    }
 
 
 def log_step(training: Training, step: int, facts: StepFacts, **more: Any) -> None:

@@ -15,6 +15,7 @@ from agent.folder import RunFolder, check_against_schema
 from agent.processes import wait_until
 from tests.agent.calls import TINY, checked
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 Runner = Callable[..., tuple[dict[str, Any], int]]
 

@@ -9,11 +9,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from agent.folder import RunFolder, check_against_schema
 from agent.processes import ProcessId, wait_until
 from finetune.errors import EXIT_CODES
+from finetune.model.catalogue import tiny_config, tiny_options
 from tests.agent.calls import TINY, Standin
 
 SLOW = "steps:50,pause:0.2"
@@ -27,6 +30,13 @@ def flags(tmp_path: Path, rows: Path) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "out")
+
+
+def write_model(folder: str) -> None:
+    """Write what a plan reads of a model: its config and one weight."""
+    Path(folder).mkdir()
+    (Path(folder) / "config.json").write_text(json.dumps(tiny_config(tiny_options(""))))
+    save_file({"model.norm.weight": np.ones(128, np.float32)}, Path(folder) / "model.safetensors")
 
 
 def document(path: Path, kind: str) -> dict[str, Any]:
@@ -225,6 +235,19 @@ def test_a_finished_run_is_extended(standin: Standin, flags: list[str], folder: 
     run = document(folder.manifest, "run")
     assert (run["run_id"], run["settings"]["max_steps"]) == (first["run_id"], {"value": 5, "source": "user"})
     assert run["plan_id"] == document(folder.plan, "plan")["plan_id"] != first["data"]["plan_id"]
+
+
+def test_a_run_of_verified_weights_is_resumed_as_one(
+    standin: Standin, flags: list[str], folder: RunFolder
+) -> None:
+    model = str(folder.path.parent / "model")
+    write_model(model)
+    flags = [*flags, "--model", model]
+    flags.remove("builtin:tiny")
+    flags.remove("--model")
+    assert standin("run", *flags, "--verify-model", how="fail:non_finite")[1] == 8
+    assert standin("resume", str(folder.path))[1] == 0
+    assert standin("run", *flags)[1] == 7  # a digest of headers is another digest
 
 
 def test_a_folder_of_something_else_is_left_alone(

@@ -9,7 +9,12 @@ import yaml
 from finetune.errors import FinetuneError, Problems
 from finetune.parallel.profile import Profile, read_profile
 
-DDP = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "mixed_precision": "bf16", "num_processes": 2}
+DDP = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "MULTI_GPU",
+    "mixed_precision": "bf16",
+    "num_processes": 2,
+}
 FSDP = {
     **DDP,
     "distributed_type": "FSDP",
@@ -48,12 +53,21 @@ def write(folder: Path, values: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize(
     ("values", "kind"),
-    [(DDP, "ddp"), (FSDP, "fsdp2"), ({**DDP, "distributed_type": "NO", "num_processes": 1}, "none"), ({**DDP, "distributed_type": "MULTI_CPU"}, "ddp")],
+    [
+        (DDP, "ddp"),
+        (FSDP, "fsdp2"),
+        ({**DDP, "distributed_type": "NO", "num_processes": 1}, "none"),
+        ({**DDP, "distributed_type": "MULTI_CPU"}, "ddp"),
+    ],
 )
 def test_reads_what_accelerate_reads(values: dict[str, Any], kind: str, tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
-    around = {name: value for name, value in AROUND.items() if not (name == "use_cpu" and values["distributed_type"] == "MULTI_CPU")}
+    around = {
+        name: value
+        for name, value in AROUND.items()
+        if not (name == "use_cpu" and values["distributed_type"] == "MULTI_CPU")
+    }
     path = write(tmp_path, {**around, **values})
     profile, theirs = read_profile(path), load_config_from_file(str(path))
     assert profile.kind == kind
@@ -97,7 +111,9 @@ def test_what_would_not_be_kept_is_refused_by_name(change: dict[str, Any], word:
         ({"fsdp_surprise": True}, "fsdp_surprise"),
     ],
 )
-def test_fsdp_keys_that_would_not_be_kept_are_refused(change: dict[str, Any], word: str, tmp_path: Path) -> None:
+def test_fsdp_keys_that_would_not_be_kept_are_refused(
+    change: dict[str, Any], word: str, tmp_path: Path
+) -> None:
     with pytest.raises(Problems, match=word):
         read_profile(write(tmp_path, {**FSDP, "fsdp_config": {**FSDP["fsdp_config"], **change}}))
 

@@ -36,8 +36,22 @@ def ragged_examples(num_rows: int, seed: int = 0, longest: int = 60) -> list[Exa
 def make_run(folder: Path, train: list[Example], held_out: list[Example] = [], **settings: Any) -> Path:  # noqa: B006
     """Write plan.json and prepared data for a run of builtin:tiny in fp32; `settings` come on top."""
     folder.mkdir(parents=True, exist_ok=True)
-    fixed = {"dtype": "fp32", "device": "cpu", "parallel": "ddp", "gradient_checkpointing": False, "attention": "sdpa", "threads": 1}
-    values = {"model": TINY, "data": ["made.jsonl"], "eval_fraction": 0.0, "lora_rank": 8, **fixed, **settings}
+    fixed = {
+        "dtype": "fp32",
+        "device": "cpu",
+        "parallel": "ddp",
+        "gradient_checkpointing": False,
+        "attention": "sdpa",
+        "threads": 1,
+    }
+    values = {
+        "model": TINY,
+        "data": ["made.jsonl"],
+        "eval_fraction": 0.0,
+        "lora_rank": 8,
+        **fixed,
+        **settings,
+    }
     config = build(METHODS["sft"].config, values)
     prepared = folder / "prepared"
     rows = [Row({}, "made.jsonl", place + 1) for place in range(len(held_out))]
@@ -55,7 +69,9 @@ def make_run(folder: Path, train: list[Example], held_out: list[Example] = [], *
 def start(run: Path, *launcher: str) -> "subprocess.Popen[bytes]":
     command = [sys.executable, *(launcher or ("-m", "finetune.launch")), str(run)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def finish(run: Path, *launcher: str) -> dict[str, Any]:
@@ -77,5 +93,7 @@ def adapter(run: Path) -> dict[str, torch.Tensor]:
 def relative_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
     """Return |left - right| / |left| over all tensors together."""
     assert set(left) == set(right)
-    difference = sum(float((left[name].double() - right[name].double()).square().sum()) for name in left) ** 0.5
+    difference = (
+        sum(float((left[name].double() - right[name].double()).square().sum()) for name in left) ** 0.5
+    )
     return difference / sum(float(tensor.double().square().sum()) for tensor in left.values()) ** 0.5

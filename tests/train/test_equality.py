@@ -3,6 +3,7 @@
 fp32, 7 ragged rows, global batch 5 (which no number of ranks here divides), LoRA-B not zero at the start, 12 steps.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tests.train.runs import TINY, adapter, finish, make_run, metrics, ragged_examples, relative_difference
 
 from finetune.model.builtin import load_model
 from finetune.model.source import resolve_source
+from tests.train.runs import TINY, adapter, finish, make_run, metrics, ragged_examples, relative_difference
 
 LOSS, GRADIENT, GRAD_NORM, ADAPTER = 5e-6, 2e-6, 5e-6, 1e-5
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -36,7 +37,9 @@ def start_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("start") / "adapter"
     torch.manual_seed(3)
     model = load_model(resolve_source(TINY), torch.float32, "sdpa")
-    adapted = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted = get_peft_model(
+        model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
@@ -55,8 +58,6 @@ def trained(folder: Path, start_adapter: Path, launcher: tuple[str, ...] = (), *
         "checkpoints_kept": 20,
         "max_grad_norm": 0.0,
     }
-    if "batch_size_per_gpu" in settings:
-        common["global_batch_size"] = 5
     run = make_run(folder, ragged_examples(7), **{**common, **settings})
     outcome = finish(run, *launcher)
     assert outcome["exit_code"] == 0, outcome
@@ -90,7 +91,25 @@ def assert_equal(run: Path, reference: Path) -> None:
 def test_spread_training_equals_one_process(
     settings: dict[str, Any], one_process: Path, start_adapter: Path, tmp_path: Path
 ) -> None:
-    assert_equal(trained(tmp_path / "run", start_adapter, **settings), one_process)
+    run = trained(tmp_path / "run", start_adapter, **settings)
+    assert_equal(run, one_process)
+    assert_spread_as_asked(run, settings.get("num_gpus", 1), settings.get("parallel", "ddp"))
+
+
+def assert_spread_as_asked(run: Path, num_ranks: int, kind: str) -> None:
+    """What was measured on the wrapped model: its kind, and under FSDP2 near 1/N of the bytes on each rank."""
+    facts = json.loads((run / "outcome.json").read_text())["result"]["facts"]
+    assert facts["world_size"] == len(facts["local_parameter_bytes"]) == num_ranks
+    if num_ranks == 1:
+        assert (facts["parallel"], facts["num_dtensors"]) == ("none", 0)
+    elif kind == "ddp":
+        assert (facts["parallel"], facts["num_dtensors"]) == ("ddp", 0)
+        assert facts["local_parameter_bytes"] == [facts["parameter_bytes"]] * num_ranks
+    else:
+        assert facts["parallel"] == "fsdp2"
+        assert facts["num_dtensors"] == 39 + 56  # every weight of the model and of its adapter
+        for local in facts["local_parameter_bytes"]:
+            assert local == pytest.approx(facts["parameter_bytes"] / num_ranks, rel=0.05)
 
 
 def test_torchruns_ranks_equal_one_process(one_process: Path, start_adapter: Path, tmp_path: Path) -> None:

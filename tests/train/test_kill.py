@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.train.runs import finish, make_run, metrics, ragged_examples, start
 
 STEPS = 14
@@ -106,7 +107,9 @@ def test_another_seed_gives_other_bytes(straight: Path, tmp_path: Path) -> None:
 
 
 def test_stuck_rank_is_named(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", ragged_examples(9), **{**SETTINGS, "max_steps": 500, "distributed_timeout": 6.0})
+    run = make_run(
+        tmp_path / "run", ragged_examples(9), **{**SETTINGS, "max_steps": 500, "distributed_timeout": 6.0}
+    )
     parent = start(run)
     pid = wait_for(run, 1, "training", 3)
     os.kill(pid, signal.SIGSTOP)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.train.runs import adapter, make_run, metrics, ragged_examples
 from transformers import AutoModelForCausalLM
 
 from finetune.errors import FinetuneError
@@ -16,6 +15,7 @@ from finetune.parallel.world import World
 from finetune.rank import read_job
 from finetune.records import Example, Journal, StopFlag, TrainResult, read_lines
 from finetune.train import sft, step
+from tests.train.runs import adapter, make_run, metrics, ragged_examples
 
 
 def train(run: Path) -> TrainResult:
@@ -24,18 +24,29 @@ def train(run: Path) -> TrainResult:
 
 
 def equal_examples(num_rows: int) -> list[Example]:
-    return [Example(list(range(10, 30)), [0.0] * 8 + [1.0] * 12, row, "f", row + 1) for row in range(num_rows)]
+    return [
+        Example(list(range(10, 30)), [0.0] * 8 + [1.0] * 12, row, "f", row + 1) for row in range(num_rows)
+    ]
 
 
 def test_five_rows_at_four_a_step_are_two_steps(tmp_path: Path) -> None:
     """LM-03, LM-04: the short step has the gradient of its one row, not a quarter of it; accumulation changes nothing."""
     norms = {}
     for name, settings in {"whole": {}, "one by one": {"batch_size_per_gpu": 1}}.items():
-        run = make_run(tmp_path / name, equal_examples(5), global_batch_size=4, learning_rate=0.01, schedule="constant", **settings)
+        run = make_run(
+            tmp_path / name,
+            equal_examples(5),
+            global_batch_size=4,
+            learning_rate=0.01,
+            schedule="constant",
+            **settings,
+        )
         assert train(run).steps == 2
         assert sorted(row for line in metrics(run) for row in line["rows"]) == [0, 1, 2, 3, 4]
         norms[name] = [line["grad_norm"] for line in metrics(run)]
-    one_row = make_run(tmp_path / "one row", equal_examples(1), max_steps=2, learning_rate=0.01, schedule="constant")
+    one_row = make_run(
+        tmp_path / "one row", equal_examples(1), max_steps=2, learning_rate=0.01, schedule="constant"
+    )
     train(one_row)
     alone = [line["grad_norm"] for line in metrics(one_row)]
     for found in norms.values():
@@ -44,7 +55,9 @@ def test_five_rows_at_four_a_step_are_two_steps(tmp_path: Path) -> None:
 
 def test_learning_rate_follows_the_schedule_over_all_steps(tmp_path: Path) -> None:
     """LM-07."""
-    run = make_run(tmp_path / "run", ragged_examples(5), global_batch_size=2, learning_rate=1e-3, schedule="linear")
+    run = make_run(
+        tmp_path / "run", ragged_examples(5), global_batch_size=2, learning_rate=1e-3, schedule="linear"
+    )
     train(run)
     assert [line["learning_rate"] for line in metrics(run)] == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
 
@@ -68,14 +81,20 @@ def test_held_out_loss_is_one_number_however_rows_are_grouped(tmp_path: Path) ->
         held_out.append(Example(ids, [0.0] + [1.0] * (length - 1), row, "made.jsonl", row + 1))
     found = []
     for number, tokens in enumerate((8, 100, 4096)):
-        run = make_run(tmp_path / str(number), ragged_examples(3), held_out, max_steps=1, micro_batch_tokens=tokens)
+        run = make_run(
+            tmp_path / str(number), ragged_examples(3), held_out, max_steps=1, micro_batch_tokens=tokens
+        )
         result = train(run)
         assert result.eval_before is not None
         assert result.eval_before["num_tokens"] == 43
         found.append(result.eval_before["loss"])
     model = _tiny()
     with torch.no_grad():
-        sums = [float(model(torch.tensor([e.input_ids]), labels=torch.tensor([e.input_ids])).loss) * (len(e.input_ids) - 1) for e in held_out]
+        sums = [
+            float(model(torch.tensor([e.input_ids]), labels=torch.tensor([e.input_ids])).loss)
+            * (len(e.input_ids) - 1)
+            for e in held_out
+        ]
     assert found == pytest.approx([sum(sums) / 43] * 3, abs=1e-5)
 
 
@@ -90,7 +109,9 @@ def test_packing_changes_neither_loss_nor_count(tmp_path: Path) -> None:
     """ML-17, at learning rate 0: a run that learns nothing says so and leaves no adapter."""
     lines = []
     for packing in (False, True):
-        run = make_run(tmp_path / str(packing), ragged_examples(3), max_steps=1, learning_rate=0.0, packing=packing)
+        run = make_run(
+            tmp_path / str(packing), ragged_examples(3), max_steps=1, learning_rate=0.0, packing=packing
+        )
         with pytest.raises(FinetuneError) as caught:
             train(run)
         assert caught.value.code == "no_learning_signal"
@@ -100,7 +121,9 @@ def test_packing_changes_neither_loss_nor_count(tmp_path: Path) -> None:
     assert lines[0]["loss"] == pytest.approx(lines[1]["loss"], abs=1e-5)
 
 
-def test_loss_that_is_not_finite_stops_before_it_reaches_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_that_is_not_finite_stops_before_it_reaches_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(tmp_path / "run", ragged_examples(4), max_steps=3, checkpoint_every=1, global_batch_size=2)
     real, calls = sft.weighted_nll, []
 
@@ -132,8 +155,12 @@ def test_trained_weight_without_a_gradient_is_named(tmp_path: Path, monkeypatch:
     assert caught.value.code == "no_gradient"
 
 
-def test_every_forward_of_the_policy_has_its_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(tmp_path / "run", ragged_examples(4), max_steps=2, batch_size_per_gpu=1, global_batch_size=4)
+def test_every_forward_of_the_policy_has_its_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(
+        tmp_path / "run", ragged_examples(4), max_steps=2, batch_size_per_gpu=1, global_batch_size=4
+    )
     counts = {"policy": 0, "backward": 0}
     real = Policy.forward
 
@@ -151,14 +178,22 @@ def test_every_forward_of_the_policy_has_its_backward(tmp_path: Path, monkeypatc
 
 def test_early_stopping_ends_with_the_best_weights(tmp_path: Path) -> None:
     """Random rows cannot be learned beyond their own: the held-out loss rises soon."""
-    settings = {"learning_rate": 0.02, "schedule": "constant", "eval_every": 1, "early_stopping": 2, "checkpoints_kept": 1}
+    settings = {
+        "learning_rate": 0.02,
+        "schedule": "constant",
+        "eval_every": 1,
+        "early_stopping": 2,
+        "checkpoints_kept": 1,
+    }
     run = make_run(tmp_path / "run", ragged_examples(4), ragged_examples(4, seed=8), max_steps=60, **settings)
     result = train(run)
     losses = {line["step"]: line["eval_loss"] for line in metrics(run)}
     best = min(losses, key=lambda number: losses[number])
     assert result.steps == best + 2 < 60
     assert result.facts["best_step"] == best
-    assert sorted(folder.name for folder in (run / "checkpoints").iterdir()) == sorted({f"step-{best}", f"step-{best + 2}"})
+    assert sorted(folder.name for folder in (run / "checkpoints").iterdir()) == sorted(
+        {f"step-{best}", f"step-{best + 2}"}
+    )
     assert result.eval_after is not None
     assert result.eval_after["loss"] == pytest.approx(losses[best], abs=1e-6)
     kept = load_file(run / "checkpoints" / f"step-{best}" / "adapter_model.safetensors")
@@ -174,16 +209,29 @@ def test_lift_of_the_loss_is_paired_over_rows(tmp_path: Path) -> None:
     assert result.lift["low"] > 0
     assert result.eval_before is not None
     assert result.eval_after is not None
-    assert result.lift["mean"] == pytest.approx(result.eval_before["loss"] - result.eval_after["loss"], abs=1e-5)
+    assert result.lift["mean"] == pytest.approx(
+        result.eval_before["loss"] - result.eval_after["loss"], abs=1e-5
+    )
 
 
 def test_full_tuning_leaves_a_model_that_loads(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", ragged_examples(4), ragged_examples(2, seed=3), max_steps=3, tuning="full", learning_rate=1e-3)
+    run = make_run(
+        tmp_path / "run",
+        ragged_examples(4),
+        ragged_examples(2, seed=3),
+        max_steps=3,
+        tuning="full",
+        learning_rate=1e-3,
+    )
     result = train(run)
     assert not (run / "adapter").exists()
     model = AutoModelForCausalLM.from_pretrained(run / "merged", dtype=torch.float32)
     base = _tiny()
-    moved = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, base.state_dict()[name])]
+    moved = [
+        name
+        for name, tensor in model.state_dict().items()
+        if not torch.equal(tensor, base.state_dict()[name])
+    ]
     assert len(moved) > 30
     assert result.facts["trainable_parameters"] == sum(parameter.numel() for parameter in base.parameters())
     assert json.loads((run / "merged" / "generation_config.json").read_text())
@@ -191,9 +239,23 @@ def test_full_tuning_leaves_a_model_that_loads(tmp_path: Path) -> None:
 
 def test_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path) -> None:
     """CE-01: the run goes on from the one before, and the end is the same."""
-    straight = make_run(tmp_path / "straight", ragged_examples(6), max_steps=6, checkpoint_every=2, checkpoints_kept=9, global_batch_size=2)
+    straight = make_run(
+        tmp_path / "straight",
+        ragged_examples(6),
+        max_steps=6,
+        checkpoint_every=2,
+        checkpoints_kept=9,
+        global_batch_size=2,
+    )
     train(straight)
-    run = make_run(tmp_path / "run", ragged_examples(6), max_steps=6, checkpoint_every=2, checkpoints_kept=9, global_batch_size=2)
+    run = make_run(
+        tmp_path / "run",
+        ragged_examples(6),
+        max_steps=6,
+        checkpoint_every=2,
+        checkpoints_kept=9,
+        global_batch_size=2,
+    )
     train(run)
     with open(run / "checkpoints" / "step-6" / "optimizer.safetensors", "r+b") as file:
         file.truncate(100)
