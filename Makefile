@@ -19,10 +19,10 @@ quickstart: setup
 	@$(PY) scripts/quickstart.py
 
 test-fast: setup
-	$(PYTEST) -m "not slow and not proof"
+	$(PYTEST) -m "not slow"
 
 test: setup
-	$(PYTEST) -m "not proof"
+	$(PYTEST)
 
 proof: setup
 	$(PY) -m proof $(ROW)

@@ -130,6 +130,7 @@ def _asked(task: str, plan: dict[str, Any], context: Context, fields: dict[str, 
             interrupts,
             method=plan["method"],
             settings=values_of(plan),
+            uses_tools=bool((plan["report"] or {}).get("uses_tools")),
             **fields,
         )
 

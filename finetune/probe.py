@@ -195,7 +195,7 @@ def answer_prompts(request: Request) -> Answer:
     """Answer prompts: texts (a user's turn each) or lists of messages."""
     fields, source = request.fields, request.source
     tokenizer = load_tokenizer(source)
-    chat = ChatFormat.from_config(request.config, tokenizer)
+    chat = _chat_format(request, tokenizer)
     if problems := chat.problems():
         raise Problems(problems)
     turns = [
@@ -219,6 +219,11 @@ def answer_prompts(request: Request) -> Answer:
     }, []
 
 
+def _chat_format(request: Request, tokenizer: Any) -> ChatFormat:
+    """Return the format of the training: rows with tools may have had another template than rows without."""
+    return ChatFormat.from_config(request.config, tokenizer, bool(request.fields.get("uses_tools")))
+
+
 def export(request: Request) -> Answer:
     """Export trained weights as a PEFT adapter or as a merged model."""
     fields, source, config = request.fields, request.source, request.config
@@ -227,7 +232,7 @@ def export(request: Request) -> Answer:
             "bad_export",
             "there is no adapter to export; with tuning full the run's merged/ folder is the model",
         )
-    chat = ChatFormat.from_config(config, load_tokenizer(source))
+    chat = _chat_format(request, load_tokenizer(source))
     wanted = ExportRequest(
         source,
         Path(fields["adapter"]),

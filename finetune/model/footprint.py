@@ -6,9 +6,7 @@ Nothing heavy is imported, so that a plan can forecast without loading anything.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 from finetune.config import RunConfig
 from finetune.model.source import Source, is_vocabulary_sized, model_facts, text_config, weight_shapes
@@ -84,21 +82,11 @@ def num_trainable(config: RunConfig, source: Source) -> int:
         for name, shape in weight_shapes(source).items()
         if len(shape) == 2
     }
-    rank, targets = _adapter_of(config)
+    names = None if config.lora_targets == "all-linear" else config.lora_targets.split(",")
+    targets = None if names is None else tuple(f".{name.strip()}" for name in names)
     chosen = [
         shape
         for name, shape in shapes.items()
-        if not is_vocabulary_sized(shape, rows) and (targets is None or f".{name}".endswith(tuple(targets)))
+        if not is_vocabulary_sized(shape, rows) and (targets is None or f".{name}".endswith(targets))
     ]
-    return rank * sum(sum(shape) for shape in chosen)
-
-
-def _adapter_of(config: RunConfig) -> tuple[int, list[str] | None]:
-    """Return the rank of the adapter and the ends of the names of its modules; None: every linear layer."""
-    rank, names = config.lora_rank, config.lora_targets.split(",")
-    settings = Path(config.init_adapter or "") / "adapter_config.json"
-    if config.init_adapter and settings.is_file():
-        stored = json.loads(settings.read_text(encoding="utf-8"))
-        targets = stored.get("target_modules") or []
-        rank, names = stored.get("r", rank), [targets] if isinstance(targets, str) else targets
-    return rank, None if names == ["all-linear"] else [f".{name.strip()}" for name in names]
+    return config.lora_rank * sum(sum(shape) for shape in chosen)

@@ -75,7 +75,9 @@ class Policy(nn.Module):
         """Return the repeated blocks, which sharding gathers one at a time."""
         names = set(self.causal_model._no_split_modules or [])
         layers = [module for module in self.causal_model.modules() if type(module).__name__ in names]
-        return layers or list(max(_module_lists(self.causal_model), key=lambda blocks: sum(1 for _ in blocks)))
+        return layers or list(
+            max(_module_lists(self.causal_model), key=lambda blocks: sum(1 for _ in blocks))
+        )
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by their names in the model's files (adapter keys in PEFT form)."""

@@ -18,7 +18,8 @@ from finetune.records import Example, Row
 from finetune.rollout.local import Sampling, generate
 
 RESAMPLES = 10_000
-FEWEST_NEW_TOKENS = 16
+# Room for a base model that answers in a sentence: cut short, it would look worse than it is, and the lift better.
+FEWEST_NEW_TOKENS = 32
 MOST_NEW_TOKENS = 512
 _BLOCK = 1_000_000  # numbers of one block of resamples: 8 MB
 

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agent.folder import check_against_schema
+from agent.folder import RunFolder, check_against_schema
+from agent.processes import wait_until
 from agent.render import MOST_CHARACTERS
 
 STANDIN = [sys.executable, str(Path(__file__).with_name("standin.py"))]
+SLOW = "steps:50,pause:0.2"
 TINY = ["--method", "sft", "--model", "builtin:tiny", "--device", "cpu"]
 
 
@@ -52,3 +54,16 @@ class Standin:
 
     def __call__(self, *argv: str, how: str = "", **options: Any) -> tuple[dict[str, Any], int]:
         return self.finish(self.start(*argv, how=how, **options))
+
+
+def document(path: Path, kind: str) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(path.read_text())
+    check_against_schema(kind, value)
+    return value
+
+
+def wait_for_step(folder: RunFolder, step: int) -> None:
+    def is_there() -> bool:
+        return folder.metrics.exists() and folder.metrics.read_bytes().count(b"\n") >= step
+
+    assert wait_until(is_there, 20)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from agent import cli
-from tests.agent.calls import Standin, checked
+from agent.folder import RunFolder
+from tests.agent.calls import TINY, Standin, checked
 
 
 @pytest.fixture
@@ -53,3 +54,13 @@ def rows(tmp_path: Path) -> Path:
         "".join(json.dumps({"prompt": f"What is {n}?", "completion": str(n)}) + "\n" for n in range(32))
     )
     return path
+
+
+@pytest.fixture
+def flags(tmp_path: Path, rows: Path) -> list[str]:
+    return [*TINY, "--data", str(rows), "--out", str(tmp_path / "out")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "out")
