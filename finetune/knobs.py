@@ -177,10 +177,12 @@ def from_text(item: Knob, value: Any) -> Any:
     """Return a command-line string as the setting's kind, or unchanged where it is not one (the schema then says so)."""
     if item.is_list:
         return [value] if isinstance(value, str) else value
-    if not isinstance(value, str) or item.kind is str:
-        return None if item.optional and value == "none" and not item.choices else value
-    if item.optional and value.lower() == "none":
+    if not isinstance(value, str):
+        return value
+    if item.optional and value.lower() == "none" and value not in item.choices:
         return None
+    if item.kind is str:
+        return value
     if item.kind is bool:
         return {"true": True, "false": False}.get(value.lower(), value)
     try:

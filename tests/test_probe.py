@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from tests.train.runs import make_run, ragged_examples
 from transformers import AutoModelForCausalLM
 
 from finetune.config import SftConfig
@@ -20,12 +19,27 @@ from finetune.probe import answer
 from finetune.rank import read_job
 from finetune.records import Journal, StopFlag
 from finetune.train import sft
+from tests.train.runs import make_run, ragged_examples
 
-SETTINGS = {"model": "builtin:tiny", "data": ["builtin:arithmetic"], "dtype": "fp32", "device": "cpu", "attention": "sdpa", "parallel": "ddp"}
+SETTINGS = {
+    "model": "builtin:tiny",
+    "data": ["builtin:arithmetic"],
+    "dtype": "fp32",
+    "device": "cpu",
+    "attention": "sdpa",
+    "parallel": "ddp",
+}
 
 
 def asked(task: str, settings: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-    return answer({"task": task, "method": "sft", "settings": {**SETTINGS, "gradient_checkpointing": False, **(settings or {})}, **fields})
+    return answer(
+        {
+            "task": task,
+            "method": "sft",
+            "settings": {**SETTINGS, "gradient_checkpointing": False, **(settings or {})},
+            **fields,
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +65,9 @@ def test_full_checks_prepare_the_rows_and_forecast_the_memory() -> None:
     assert "prepared_reused" in {warning["code"] for warning in again["warnings"]}
 
 
-def test_nothing_is_left_where_nothing_is_to_be_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_where_nothing_is_to_be_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     assert asked("check-data", store=False)["data"]["prepared"] is None
     assert not (tmp_path / "cache").exists()
@@ -59,7 +75,9 @@ def test_nothing_is_left_where_nothing_is_to_be_stored(tmp_path: Path, monkeypat
 
 def test_problems_of_model_and_rows_come_together(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]}\n')
+    rows.write_text(
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]}\n'
+    )
     found = asked("prepare", {"data": [str(rows)], "lora_targets": "q_proj,nowhere"}, store=False)
     assert not found["ok"]
     assert {"bad_value", "empty_assistant"} <= {error["code"] for error in found["errors"]}
@@ -76,21 +94,31 @@ def test_evaluation_of_the_base_and_of_an_adapter_differ(trained: Path) -> None:
 
 def test_evaluation_without_held_out_rows_says_so(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n')
+    rows.write_text(
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
+    )
     found = asked("evaluate", {"data": [str(rows)]})
     assert [error["code"] for error in found["errors"]] == ["too_few_rows"]
 
 
 def test_answers_follow_the_weights_and_the_seed(trained: Path) -> None:
-    wanted = {"prompts": ["What is 2 + 3?", [{"role": "user", "content": "hi"}]], "max_new_tokens": 6, "temperature": 0}
-    base, tuned = (asked("generate", **wanted, adapter=adapter) for adapter in (None, str(trained / "adapter")))
+    wanted = {
+        "prompts": ["What is 2 + 3?", [{"role": "user", "content": "hi"}]],
+        "max_new_tokens": 6,
+        "temperature": 0,
+    }
+    base, tuned = (
+        asked("generate", **wanted, adapter=adapter) for adapter in (None, str(trained / "adapter"))
+    )
     assert len(base["data"]["completions"]) == 2
     assert base["data"] != tuned["data"]
     assert tuned["data"] == asked("generate", **wanted, adapter=str(trained / "adapter"))["data"]
 
 
 def test_exports_load_elsewhere_and_agree(trained: Path, tmp_path: Path) -> None:
-    merged = asked("export", adapter=str(trained / "adapter"), out=str(tmp_path / "merged"), kind="merged", dtype="fp32")
+    merged = asked(
+        "export", adapter=str(trained / "adapter"), out=str(tmp_path / "merged"), kind="merged", dtype="fp32"
+    )
     adapter = asked("export", adapter=str(trained / "adapter"), out=str(tmp_path / "adapter"), kind="adapter")
     assert merged["ok"], merged["errors"]
     assert adapter["ok"], adapter["errors"]
@@ -101,7 +129,9 @@ def test_exports_load_elsewhere_and_agree(trained: Path, tmp_path: Path) -> None
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     with torch.no_grad():
         whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
-        beside = PeftModel.from_pretrained(load_model(resolve_source("builtin:tiny"), torch.float32, "sdpa"), str(tmp_path / "adapter"))
+        beside = PeftModel.from_pretrained(
+            load_model(resolve_source("builtin:tiny"), torch.float32, "sdpa"), str(tmp_path / "adapter")
+        )
         torch.testing.assert_close(whole, beside(ids).logits, rtol=0, atol=1e-3)
 
 

@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig
 from peft.tuners.tuners_utils import check_target_module_exists
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from finetune.errors import FinetuneError, boundary
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
-BASE_DIGEST = (
-    "base_model_sha256"  # in the metadata of the tensor file: the model that the adapter was trained on
-)
+# Which model the adapter was trained on. Not in the metadata of the tensor file: with a second key there, safetensors
+# writes them in an order that changes from one time to the next, and equal adapters get unequal bytes.
+BASE_FILE = "base_model.json"
 KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 # Kinds of LoRA that are not W + scale * B A on the model's own weights.
 _REFUSED = (
@@ -99,7 +100,7 @@ def load_adapter_tensors(folder: str | Path, expected: Shapes) -> dict[str, Tens
     non_finite for a tensor that is not finite.
     """
     path = Path(folder) / TENSOR_FILE
-    tensors, _ = _stored(path)
+    tensors = _stored(path)
     if set(tensors) != set(expected):
         raise FinetuneError("bad_adapter", f"{path}: {_key_difference(set(tensors), set(expected))}")
     for name, tensor in tensors.items():
@@ -125,7 +126,7 @@ def check_adapter(folder: str | Path, base_shapes: Shapes) -> Adapter:
         )
     modules = sorted({_module(name) for name in tensors})
     pairs = {module: (tensors[_key(module, "A")], tensors[_key(module, "B")]) for module in modules}
-    return Adapter(config, pairs, _stored(Path(folder) / TENSOR_FILE)[1].get(BASE_DIGEST))
+    return Adapter(config, pairs, _base_digest(Path(folder)))
 
 
 def adapter_shapes(config: LoraConfig, base_shapes: Shapes) -> dict[str, tuple[int, ...]]:
@@ -152,14 +153,21 @@ def _module(key: str) -> str:
     return match["module"]
 
 
-def _stored(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _stored(path: Path) -> dict[str, Tensor]:
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise FinetuneError(
-            "bad_adapter", f"{path}: no readable adapter: {str(error)[:200]}", file=str(path)
-        ) from error
+        text = f"{path}: no readable adapter: {str(error)[:200]}"
+        raise FinetuneError("bad_adapter", text, file=str(path)) from error
+
+
+def _base_digest(folder: Path) -> str | None:
+    """Return the digest of the model that an adapter of ours names; None for an adapter from elsewhere."""
+    path = folder / BASE_FILE
+    if not path.is_file():
+        return None
+    with boundary("bad_adapter", str(path)):
+        return str(json.loads(path.read_text(encoding="utf-8"))["sha256"])
 
 
 def _key_difference(found: set[str], expected: set[str]) -> str:

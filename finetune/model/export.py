@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from finetune.data.chat import ChatFormat
 from finetune.errors import FinetuneError, boundary
 from finetune.model.adapter import (
-    BASE_DIGEST,
+    BASE_FILE,
     CONFIG_FILE,
     TENSOR_FILE,
     Adapter,
@@ -80,8 +80,9 @@ def export_adapter(request: ExportRequest) -> Exported:
             for module, pair in adapter.pairs.items()
             for side, tensor in zip("AB", pair, strict=True)
         }
-        metadata = {"format": "pt", BASE_DIGEST: model_digest(request.source)}
-        save_file(tensors, folder / TENSOR_FILE, metadata=metadata)
+        save_file(tensors, folder / TENSOR_FILE, metadata={"format": "pt"})
+        base = {"id": request.source.id, "sha256": model_digest(request.source)}
+        (folder / BASE_FILE).write_text(to_json(base, indent=2), encoding="utf-8")
         (folder / CONFIG_FILE).write_text(
             to_json(rebased_config(request.adapter_dir, request.source.id), indent=2), encoding="utf-8"
         )
