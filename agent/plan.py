@@ -25,6 +25,7 @@ from agent.preflight import Findings, ModelFound
 from agent.request import Request
 from agent.system import DEVICE_LISTS, SOURCE_ROOT, Device, Machine
 from finetune.config import (
+    DEFAULT_FORWARD_TOKENS,
     DEFAULT_MAX_LENGTH,
     RunConfig,
     contradictions,
@@ -122,6 +123,7 @@ def _decided(
         "parallel": _parallel(config, device, devices, model, machine),
         "max_length": min(context, DEFAULT_MAX_LENGTH),
         "threads": _threads(config.num_gpus, machine),
+        "micro_batch_tokens": DEFAULT_FORWARD_TOKENS[device],
     }
     with contextlib.suppress(FinetuneError):  # reported with the contradictions
         choices["global_batch_size"] = global_batch(config)

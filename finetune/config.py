@@ -78,8 +78,11 @@ class RunConfig:
     gradient_accumulation: int | None = knob(
         None, at_least=1, help="forwards of one step on one rank", identity=False, advanced=True
     )
-    micro_batch_tokens: int = knob(
-        4096, at_least=8, help="tokens, padding included, of one forward at most", identity=False
+    micro_batch_tokens: int | None = knob(
+        None,
+        at_least=8,
+        help="tokens, padding included, of one forward at most; none: 8192 on cuda, 1024 on cpu",
+        identity=False,
     )
     learning_rate: float = knob(2e-4, at_least=0, at_most=1, help="peak learning rate of AdamW")
     schedule: Literal["cosine", "linear", "constant"] = knob("cosine", help="learning rate after the warmup")
@@ -148,6 +151,7 @@ class SftConfig(RunConfig):
 
 DEFAULT_GLOBAL_BATCH = 16
 DEFAULT_MAX_LENGTH = 2048
+DEFAULT_FORWARD_TOKENS = {"cuda": 8192, "cpu": 1024}
 
 
 def global_batch(config: RunConfig) -> int:
@@ -181,6 +185,11 @@ def rows_per_forward(config: RunConfig) -> int | None:
     if config.gradient_accumulation:
         return max(1, math.ceil(global_batch(config) / (config.gradient_accumulation * config.num_gpus)))
     return None
+
+
+def forward_tokens(config: RunConfig) -> int:
+    """Return the tokens of one forward at most, padding included; a longer row goes alone."""
+    return config.micro_batch_tokens or DEFAULT_FORWARD_TOKENS["cuda" if config.device == "cuda" else "cpu"]
 
 
 def steps_of(config: RunConfig, num_rows: int) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from finetune.config import RunConfig, global_batch, rows_per_forward, steps_of
+from finetune.config import RunConfig, forward_tokens, global_batch, rows_per_forward, steps_of
 from finetune.data.batches import Budget, input_length, rank_microbatches, step_rows
 from finetune.data.chat import ChatFormat
 from finetune.data.prepare import (
@@ -145,7 +145,7 @@ def _prepared(request: Request, source: Source, tokenizer: Any) -> tuple[Prepare
 
 def _largest_workload(config: RunConfig, prepared: Prepared, source: Source) -> Workload:
     """Return the largest forward that any rank makes in the first steps."""
-    budget = Budget(config.micro_batch_tokens, rows_per_forward(config), getattr(config, "packing", False))
+    budget = Budget(forward_tokens(config), rows_per_forward(config), getattr(config, "packing", False))
     examples, most = prepared.train, 0
     for step in range(1, min(SAMPLED_STEPS, steps_of(config, len(examples))) + 1):
         lengths = {
@@ -226,7 +226,7 @@ def _chat_format(request: Request, tokenizer: Any) -> ChatFormat:
 
 def export(request: Request) -> Answer:
     """Export trained weights as a PEFT adapter or as a merged model."""
-    fields, source, config = request.fields, request.source, request.config
+    fields, source = request.fields, request.source
     if not fields.get("adapter"):
         raise FinetuneError(
             "bad_export",

@@ -7,6 +7,7 @@ import pytest
 from finetune.config import (
     SftConfig,
     contradictions,
+    forward_tokens,
     global_batch,
     idle_at_size_one,
     rows_per_forward,
@@ -42,6 +43,11 @@ def test_batches_that_contradict_each_other_name_the_right_number() -> None:
         global_batch(config(global_batch_size=20, batch_size_per_gpu=2, gradient_accumulation=3, num_gpus=4))
     assert caught.value.code == "batch_arithmetic"
     assert caught.value.evidence["valid"] == [24]
+
+
+def test_tokens_of_a_forward_depend_on_the_device_unless_they_are_asked_for() -> None:
+    assert [forward_tokens(config(device=device)) for device in ("cuda", "cpu")] == [8192, 1024]
+    assert forward_tokens(config(device="cuda", micro_batch_tokens=64)) == 64
 
 
 def test_accumulation_alone_sets_the_rows_of_a_forward() -> None:

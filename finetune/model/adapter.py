@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from finetune.errors import FinetuneError, boundary
+from finetune.records import to_json
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
@@ -55,7 +56,6 @@ class Adapter:
 
     config: LoraConfig
     pairs: dict[str, tuple[Tensor, Tensor]]
-    base_digest: str | None
 
     @property
     def scale(self) -> float:
@@ -126,7 +126,7 @@ def check_adapter(folder: str | Path, base_shapes: Shapes) -> Adapter:
         )
     modules = sorted({_module(name) for name in tensors})
     pairs = {module: (tensors[_key(module, "A")], tensors[_key(module, "B")]) for module in modules}
-    return Adapter(config, pairs, _base_digest(Path(folder)))
+    return Adapter(config, pairs)
 
 
 def adapter_shapes(config: LoraConfig, base_shapes: Shapes) -> dict[str, tuple[int, ...]]:
@@ -159,6 +159,17 @@ def _stored(path: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         text = f"{path}: no readable adapter: {str(error)[:200]}"
         raise FinetuneError("bad_adapter", text, file=str(path)) from error
+
+
+def base_file(base_id: str, digest: str) -> str:
+    """Return the text of the file that names the model an adapter was trained on."""
+    return to_json({"id": base_id, "sha256": digest}, indent=2)
+
+
+def refuse_other_base(folder: str | Path, base_id: str, digest: str) -> None:
+    """Raise FinetuneError(bad_adapter) where an adapter of ours names another model than this one."""
+    if _base_digest(Path(folder)) not in (None, digest):
+        raise FinetuneError("bad_adapter", f"{folder}: it was trained on another model than {base_id}")
 
 
 def _base_digest(folder: Path) -> str | None:

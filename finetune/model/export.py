@@ -30,8 +30,10 @@ from finetune.model.adapter import (
     CONFIG_FILE,
     TENSOR_FILE,
     Adapter,
+    base_file,
     check_adapter,
     rebased_config,
+    refuse_other_base,
 )
 from finetune.model.builtin import DTYPES, load_model, load_tokenizer, model_folder, write_model
 from finetune.model.card import CardFacts, model_card
@@ -81,8 +83,9 @@ def export_adapter(request: ExportRequest) -> Exported:
             for side, tensor in zip("AB", pair, strict=True)
         }
         save_file(tensors, folder / TENSOR_FILE, metadata={"format": "pt"})
-        base = {"id": request.source.id, "sha256": model_digest(request.source)}
-        (folder / BASE_FILE).write_text(to_json(base, indent=2), encoding="utf-8")
+        (folder / BASE_FILE).write_text(
+            base_file(request.source.id, model_digest(request.source)), encoding="utf-8"
+        )
         (folder / CONFIG_FILE).write_text(
             to_json(rebased_config(request.adapter_dir, request.source.id), indent=2), encoding="utf-8"
         )
@@ -116,12 +119,8 @@ def merge_adapter(request: ExportRequest) -> Exported:
 
 
 def _checked_adapter(request: ExportRequest) -> Adapter:
-    adapter = check_adapter(request.adapter_dir, weight_shapes(request.source))
-    if adapter.base_digest not in (None, model_digest(request.source)):
-        raise FinetuneError(
-            "bad_adapter", f"{request.adapter_dir}: it was trained on another model than {request.source.id}"
-        )
-    return adapter
+    refuse_other_base(request.adapter_dir, request.source.id, model_digest(request.source))
+    return check_adapter(request.adapter_dir, weight_shapes(request.source))
 
 
 def _published(out: Path, write: Callable[[Path], dict[str, float]]) -> Exported:

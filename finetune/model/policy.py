@@ -18,11 +18,18 @@ from transformers import PreTrainedModel
 from finetune.config import RunConfig
 from finetune.data.batches import Batch
 from finetune.errors import FinetuneError
-from finetune.model.adapter import load_adapter_tensors, read_adapter_config
+from finetune.model.adapter import (
+    BASE_FILE,
+    CONFIG_FILE,
+    base_file,
+    load_adapter_tensors,
+    read_adapter_config,
+    refuse_other_base,
+)
 from finetune.model.builtin import load_model
 from finetune.model.logprobs import token_logps
 from finetune.model.lora import LoraLinear
-from finetune.model.source import Source
+from finetune.model.source import Source, model_digest
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -116,6 +123,7 @@ def build_policy(config: RunConfig, source: Source) -> Policy:
     for parameter in policy.trainable().values():
         parameter.data = parameter.data.float()
     if config.init_adapter:
+        refuse_other_base(config.init_adapter, source.id, model_digest(source))
         shapes = {name: tuple(parameter.shape) for name, parameter in policy.trainable().items()}
         copy_tensors(policy, load_adapter_tensors(config.init_adapter, shapes))
     return policy
@@ -128,17 +136,21 @@ def copy_tensors(policy: Policy, tensors: dict[str, Tensor]) -> None:
             parameter.copy_(tensors[name])
 
 
-def adapter_files(policy: Policy, base_model: str) -> dict[str, str]:
+def adapter_files(policy: Policy, source: Source) -> dict[str, str]:
     """Return the small files that make a folder of adapter weights a PEFT adapter: {} for a whole model."""
     if not policy.is_adapted:
         return {}
-    values = policy.model.peft_config["default"].to_dict() | {
-        "base_model_name_or_path": base_model,
+    values = policy.model.peft_config["default"].to_dict()
+    values |= {
+        "base_model_name_or_path": source.id,
         "inference_mode": True,
+        "target_modules": sorted(values["target_modules"]),
     }
-    values["target_modules"] = sorted(values["target_modules"])
-    plain_values = {key: value for key, value in values.items() if not isinstance(value, set) and value != {}}
-    return {"adapter_config.json": json.dumps(plain_values, indent=2, sort_keys=True, default=str)}
+    plain = {key: value for key, value in values.items() if not isinstance(value, set) and value != {}}
+    return {
+        CONFIG_FILE: json.dumps(plain, indent=2, sort_keys=True, default=str),
+        BASE_FILE: base_file(source.id, model_digest(source)),
+    }
 
 
 def check_head(policy: Policy) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from finetune.config import RunConfig
+from finetune.config import RunConfig, forward_tokens
 from finetune.data.batches import Budget, rank_batches
 from finetune.data.prepare import Prepared
 from finetune.domains.base import Domain
@@ -70,7 +70,7 @@ def _row_losses(module: nn.Module, held_out: HeldOut) -> dict[int, tuple[float, 
     """Return place of an example -> (sum of w * nll, sum of w), for all of them, on every rank."""
     world, examples = held_out.world, held_out.prepared.eval
     batches, _ = rank_batches(
-        range(len(examples)), examples, Budget(held_out.config.micro_batch_tokens), world.rank, world.size
+        range(len(examples)), examples, Budget(forward_tokens(held_out.config)), world.rank, world.size
     )
     own: dict[int, tuple[float, float]] = {}
     module.eval()

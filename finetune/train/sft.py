@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from finetune.config import SftConfig, global_batch, rows_per_forward, steps_of
+from finetune.config import SftConfig, forward_tokens, global_batch, rows_per_forward, steps_of
 from finetune.data.batches import Batch, Budget, rank_batches, step_rows
 from finetune.data.prepare import Prepared, load_prepared
 from finetune.errors import FinetuneError
@@ -110,7 +110,7 @@ def _evaluate(training: Training, prepared: Prepared) -> EvalResult | None:
 
 
 def _budget(config: SftConfig) -> Budget:
-    return Budget(config.micro_batch_tokens, rows_per_forward(config), config.packing)
+    return Budget(forward_tokens(config), rows_per_forward(config), config.packing)
 
 
 def _short(result: EvalResult | None) -> dict[str, Any]:

@@ -237,7 +237,7 @@ def save_checkpoint(training: Training) -> None:
             training.job.run_dir,
             checkpoint,
             training.policy.is_adapted,
-            adapter_files(training.policy, training.job.source.id),
+            adapter_files(training.policy, training.job.source),
         )
         rotate_checkpoints(
             training.job.run_dir, training.config.checkpoints_kept, training.progress.best_step
@@ -268,7 +268,7 @@ def write_final(training: Training, report: dict[str, Any]) -> None:
     training.journal.heartbeat("writing the final weights")
     source, run_dir = training.job.source, training.job.run_dir
     if training.policy.is_adapted:
-        write_adapter(run_dir / "adapter", weights, adapter_files(training.policy, source.id))
+        write_adapter(run_dir / "adapter", weights, adapter_files(training.policy, source))
     else:
         write_whole_model(
             run_dir / "merged", weights, source, report.get("chat_template"), report.get("stop_token_ids", [])

@@ -62,9 +62,9 @@ def test_the_sum_by_hand() -> None:
     pair = (torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0], [20.0], [30.0]]))
     weight = torch.ones(3, 2)
     expected = torch.tensor([[31.0, 61.0], [61.0, 121.0], [91.0, 181.0]])
-    assert torch.equal(Adapter(config, {"m": pair}, None).summed(weight, "m"), expected)
+    assert torch.equal(Adapter(config, {"m": pair}).summed(weight, "m"), expected)
     config.fan_in_fan_out = True
-    assert torch.equal(Adapter(config, {"m": pair}, None).summed(weight.T, "m"), expected.T)
+    assert torch.equal(Adapter(config, {"m": pair}).summed(weight.T, "m"), expected.T)
 
 
 def read_adapter_config_of(**settings: Any) -> Any:

@@ -208,3 +208,22 @@ def test_collate_gives_padding_no_weight() -> None:
     assert batch.input_ids_BT.shape == (2, 29)  # the last token predicts nothing
     assert len(batch.targets_N) == (9 - 3) + (30 - 3)
     assert batch.num_tokens == 8 + 29
+
+
+def test_adapter_of_another_model_is_refused_as_a_start(tmp_path: Path) -> None:
+    """The shapes fit; that it was trained on other weights is known from the file beside it."""
+    from safetensors.torch import save_file
+
+    from finetune.model.policy import adapter_files
+
+    policy = made_policy(model="builtin:tiny?seed=1")
+    for name, text in adapter_files(policy, resolve_source("builtin:tiny?seed=1")).items():
+        (tmp_path / name).write_text(text)
+    save_file(
+        {name: tensor.detach() for name, tensor in policy.trainable().items()},
+        tmp_path / "adapter_model.safetensors",
+    )
+    made_policy(model="builtin:tiny?seed=1", init_adapter=str(tmp_path))
+    with pytest.raises(FinetuneError, match="another model") as caught:
+        made_policy(init_adapter=str(tmp_path))
+    assert caught.value.code == "bad_adapter"
