@@ -118,7 +118,7 @@ def _decided(
         "device": device,
         "out": str(cwd / "runs" / RUN_ID),
         "dtype": "bf16" if bf16 else "fp32",
-        "attention": "sdpa",
+        "attention": "sdpa" if device == "cuda" else "short_rows",
         "gradient_checkpointing": device == "cuda",
         "parallel": _parallel(config, device, devices, model, machine),
         "max_length": min(context, DEFAULT_MAX_LENGTH),
@@ -303,6 +303,10 @@ def launch_environment(
         extra[chosen] = ",".join(device.id for device in devices)
         if chosen not in environ:  # our ids are the driver's; those of a user follow the user's own order
             extra["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    if (
+        config.device == "cpu"
+    ):  # its matrix library keeps a kernel for each shape: rows of many lengths cost 0.4 GB
+        extra["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     if config.deterministic and config.device == "cuda":
         extra["CUBLAS_WORKSPACE_CONFIG"] = environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return child_environment(environ, extra)

@@ -106,8 +106,11 @@ class RunConfig:
     gradient_checkpointing: bool | None = knob(
         None, help="recompute activations to save memory; none: on cuda yes, on cpu no", identity=False
     )
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = knob(
-        "auto", help="attention kernel", identity=False, advanced=True
+    attention: Literal["auto", "sdpa", "short_rows", "eager", "flash_attention_2"] = knob(
+        "auto",
+        help="attention kernel; auto: sdpa, on the cpu short_rows, which is faster below 512 tokens",
+        identity=False,
+        advanced=True,
     )
     num_gpus: int = knob(
         1, at_least=1, at_most=64, help="ranks: devices on cuda, processes on cpu", identity=False

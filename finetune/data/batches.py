@@ -70,11 +70,28 @@ def rank_microbatches(lengths: dict[int, int], budget: Budget, num_ranks: int) -
         rank = loads.index(min(loads))
         shares[rank].append(row)
         loads[rank] += lengths[row]
-    group = _packed if budget.packing else _padded
-    forwards = [group(share, lengths, budget) for share in shares]
+    forwards = [_balanced(share, lengths, budget) for share in shares]
     most = max(len(own) for own in forwards)
     filler = Microbatch(((by_length[-1],),), scale=0.0)
     return [own + [filler] * (most - len(own)) for own in forwards]
+
+
+def _balanced(rows: list[int], lengths: dict[int, int], budget: Budget) -> list[Microbatch]:
+    """Return as few forwards as the budget allows, the largest of them as small as that number allows.
+
+    The largest one sets the peak of memory, and a small rest costs nearly as much time as a full forward.
+    """
+    group = _packed if budget.packing else _padded
+    found = group(rows, lengths, budget)
+    low, high = 1, budget.tokens
+    while low < high:
+        middle = (low + high) // 2
+        tighter = group(rows, lengths, replace(budget, tokens=middle))
+        if len(tighter) <= len(found):
+            found, high = tighter, middle
+        else:
+            low = middle + 1
+    return found
 
 
 def _padded(rows: list[int], lengths: dict[int, int], budget: Budget) -> list[Microbatch]:

@@ -30,6 +30,8 @@ from transformers import (
 )
 
 from finetune.errors import FinetuneError, boundary
+from finetune.model.attention import NAME as SHORT_ROWS
+from finetune.model.attention import register_attention
 from finetune.model.catalogue import (
     SMOLLM2_CONFIG,
     SMOLLM2_TOKENS,
@@ -70,6 +72,8 @@ def load_model(source: Source, dtype: torch.dtype, attention: str = "auto") -> P
     numbers), missing_package for an attention kernel that is not installed.
     """
     kernel = "sdpa" if attention == "auto" else attention
+    if kernel == SHORT_ROWS:
+        register_attention()
     with boundary("unsupported_model", f"model {source.id}"):
         try:
             if source.kind == "tiny":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from finetune.config import RunConfig
 from finetune.model.source import Source, is_vocabulary_sized, model_facts, text_config, weight_shapes
 
-LOGITS_CHUNK = 256  # positions whose logits exist at once
+LOGITS_CHUNK = 128  # positions whose logits exist at once
 
 BASE_BYTES = {
     "cpu": 425_000_000,

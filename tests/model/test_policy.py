@@ -123,7 +123,7 @@ def test_a_head_that_does_more_than_a_product_is_refused(monkeypatch: pytest.Mon
     assert caught.value.code == "unsupported_model"
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "short_rows", "eager"])
 def test_packed_rows_equal_rows_alone(attention: str) -> None:
     policy = made_policy(attention=attention)
     rows = examples(9, 30, 17)
