@@ -146,7 +146,7 @@ def _prepared(request: Request, source: Source, tokenizer: Any) -> tuple[Prepare
 def _largest_workload(config: RunConfig, prepared: Prepared, source: Source) -> Workload:
     """Return the largest forward that any rank makes in the first steps."""
     budget = Budget(forward_tokens(config), rows_per_forward(config), getattr(config, "packing", False))
-    examples, most = prepared.train, 0
+    examples, most, longest = prepared.train, 0, 0
     for step in range(1, min(SAMPLED_STEPS, steps_of(config, len(examples))) + 1):
         lengths = {
             row: input_length(examples[row])
@@ -156,8 +156,9 @@ def _largest_workload(config: RunConfig, prepared: Prepared, source: Source) -> 
             microbatch for rank in rank_microbatches(lengths, budget, config.num_gpus) for microbatch in rank
         ):
             widths = [sum(lengths[row] for row in sequence) for sequence in microbatch.sequences]
-            most = max(most, max(widths) * len(widths))
-    return Workload(most, config.num_gpus, config.parallel == "fsdp2", num_trainable(config, source))
+            if max(widths) * len(widths) > most:
+                most, longest = max(widths) * len(widths), max(widths)
+    return Workload(most, longest, config.num_gpus, config.parallel == "fsdp2", num_trainable(config, source))
 
 
 def evaluate(request: Request) -> Answer:

@@ -20,8 +20,8 @@ finetune.domains.base finetune.domains.text finetune.domains.math finetune.domai
 finetune.data.account finetune.data.store finetune.data.prepare finetune.data.batches
 finetune.parallel.world finetune.parallel.profile finetune.parallel.shard
 finetune.model.catalogue finetune.model.source finetune.model.footprint finetune.model.attention
-finetune.model.builtin finetune.model.adapter finetune.model.lora finetune.model.logprobs finetune.model.policy finetune.model.optimizer finetune.model.checkpoint
-finetune.model.card finetune.model.export finetune.model.whole
+finetune.model.builtin finetune.model.adapter finetune.model.lora finetune.model.logprobs finetune.model.policy
+finetune.model.optimizer finetune.model.checkpoint finetune.model.card finetune.model.export finetune.model.whole
 finetune.rollout.local
 finetune.train.metrics finetune.train.losses finetune.train.evaluate finetune.train.held_out finetune.train.step
 finetune.train.sft

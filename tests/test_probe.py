@@ -143,9 +143,9 @@ def test_unknown_setting_is_an_answer_and_no_crash() -> None:
 def test_forecast_follows_ranks_and_tokens() -> None:
     source = resolve_source("builtin:tiny")
     config = build(SftConfig, SETTINGS)
-    one = forecast(source, config, Workload(1000, 1, False, 77824))
-    shared = forecast(source, config, Workload(1000, 2, True, 77824))
-    wider = forecast(source, config, Workload(2000, 1, False, 77824))
+    one = forecast(source, config, Workload(1000, 100, 1, False, 77824))
+    shared = forecast(source, config, Workload(1000, 100, 2, True, 77824))
+    wider = forecast(source, config, Workload(2000, 100, 1, False, 77824))
     assert shared["weights"] == one["weights"] // 2
     assert wider["activations"] == 2 * one["activations"]
     assert one["trained_weights_gradients_optimizer"] == 77824 * 16  # value, gradient and two moments in fp32

@@ -1,6 +1,6 @@
 """Causal attention for training short rows on a CPU, where torch's own backward takes a fifth of a step.
 
-Its probabilities exist whole, so it serves rows of at most `LONGEST` tokens; everything else (longer or packed rows, a
+Its probabilities exist whole, so it serves rows of at most `SHORT_ROW_TOKENS` tokens; everything else (longer or packed rows, a
 cache, a mask, dropout) goes to torch's scaled_dot_product_attention.
 
 Tensors: B sequence, H query head, K key head, T token, D head size, M = B * H.
@@ -16,14 +16,13 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-NAME = "short_rows"
-LONGEST = 512
+from finetune.model.footprint import SHORT_ROW_TOKENS, SHORT_ROWS
 
 
 def register_attention() -> None:
-    """Make the kernel known to transformers under `NAME`; its masks are those of sdpa."""
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    """Make the kernel known to transformers under its name; its masks are those of sdpa."""
+    AttentionInterface.register(SHORT_ROWS, attention_forward)
+    AttentionMaskInterface.register(SHORT_ROWS, sdpa_mask)
 
 
 def attention_forward(
@@ -39,7 +38,7 @@ def attention_forward(
     """Return the attention output of shape (B, T, H, D), as transformers expects it of an attention function."""
     length = query_BHTD.shape[2]
     is_plain = attention_mask is None and not dropout and options.get("is_causal") is not False
-    is_causal = getattr(module, "is_causal", False) and 1 < length == key_BKTD.shape[2] <= LONGEST
+    is_causal = getattr(module, "is_causal", False) and 1 < length == key_BKTD.shape[2] <= SHORT_ROW_TOKENS
     if not (is_plain and is_causal and query_BHTD.requires_grad):
         output, _ = sdpa_attention_forward(
             module,

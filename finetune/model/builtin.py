@@ -30,7 +30,6 @@ from transformers import (
 )
 
 from finetune.errors import FinetuneError, boundary
-from finetune.model.attention import NAME as SHORT_ROWS
 from finetune.model.attention import register_attention
 from finetune.model.catalogue import (
     SMOLLM2_CONFIG,
@@ -41,6 +40,7 @@ from finetune.model.catalogue import (
     tiny_config,
     tiny_tokens,
 )
+from finetune.model.footprint import SHORT_ROWS
 from finetune.model.source import WEIGHTS_FILE, Source
 from finetune.records import folder_written_whole
 

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from finetune.config import RunConfig
 from finetune.model.source import Source, is_vocabulary_sized, model_facts, text_config, weight_shapes
 
+SHORT_ROWS, SHORT_ROW_TOKENS = (
+    "short_rows",
+    512,
+)  # the attention kernel that keeps its probabilities, and up to where
 LOGITS_CHUNK = 128  # positions whose logits exist at once
 
 BASE_BYTES = {
@@ -26,9 +30,10 @@ LOGITS_COPIES = 2.5  # of a chunk of logits in float32
 
 @dataclass(frozen=True)
 class Workload:
-    """The largest forward of a rank. num_tokens counts padding; num_ranks share the weights under fsdp2."""
+    """The largest forward of a rank. num_tokens counts padding, longest is of a row; num_ranks share weights under fsdp2."""
 
     num_tokens: int
+    longest: int
     num_ranks: int
     is_sharded: bool
     trainable: int
@@ -40,7 +45,7 @@ def forecast(source: Source, config: RunConfig, work: Workload) -> dict[str, int
     width = 2 if config.dtype == "bf16" else 4
     share = work.num_ranks if work.is_sharded else 1
     layers = min(RECOMPUTED_LAYERS, facts.layers) if config.gradient_checkpointing else facts.layers
-    kept = layers * _kept_by_layer(source, width) * ALLOCATOR[config.device]
+    kept = layers * _kept_by_layer(source, width, _attended(config, work)) * ALLOCATOR[config.device]
     if config.gradient_checkpointing:
         kept += facts.layers * facts.hidden * width
     return {
@@ -54,7 +59,12 @@ def forecast(source: Source, config: RunConfig, work: Workload) -> dict[str, int
     }
 
 
-def _kept_by_layer(source: Source, width: int) -> float:
+def _attended(config: RunConfig, work: Workload) -> int:
+    """Return how many probabilities of each head and token exist: none where attention is computed in tiles."""
+    return work.longest if config.attention == SHORT_ROWS and work.longest <= SHORT_ROW_TOKENS else 0
+
+
+def _kept_by_layer(source: Source, width: int, attended: int) -> float:
     """Return the bytes that a decoder layer keeps for the backward, for each token.
 
     Two norms keep their input in fp32 and what they scale; then their output, queries, keys, values and what attention
@@ -66,7 +76,7 @@ def _kept_by_layer(source: Source, width: int) -> float:
     attention = 1 + 2 * (text.get("num_key_value_heads") or heads) / heads
     norms = 2 * (4 + width) * hidden
     feed_forward = text.get("intermediate_size") or 4 * hidden
-    return norms + (2 + attention + 1) * width * hidden + 4 * width * feed_forward
+    return norms + (2 + attention + 1) * width * hidden + 4 * width * feed_forward + heads * attended * width
 
 
 def num_trainable(config: RunConfig, source: Source) -> int:

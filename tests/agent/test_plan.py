@@ -47,7 +47,8 @@ def test_every_auto_is_decided_and_says_so(planned: Maker) -> None:
     assert decided == {
         "device": "cpu",
         "dtype": "bf16",
-        "attention": "sdpa",
+        "attention": "short_rows",
+        "micro_batch_tokens": 1024,
         "gradient_checkpointing": False,
         "parallel": "ddp",
         "max_length": 512,

@@ -56,7 +56,7 @@ def test_bf16_is_as_near_to_fp32_as_torchs_own() -> None:
 def test_steps_aside_for_what_it_does_not_serve(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *_, **__: (asked.append(1), None))
-    monkeypatch.setattr(attention, "LONGEST", 40)
+    monkeypatch.setattr(attention, "SHORT_ROW_TOKENS", 40)
     tensors = inputs({"long": 41, "one token": 1}.get(case, 20))
     if case == "no gradient":
         tensors = [tensor.detach() for tensor in tensors]
