@@ -51,6 +51,7 @@ def arithmetic_lift(folder: Path) -> list[Claim]:
     lines = [
         Claim("held_out_rows", lift["num_pairs"], "==", 500),
         Claim("accuracy_before", run.result["eval_before"]["accuracy"], "<=", 0.25),
+        Claim("accuracy_of_the_base", run.result["eval_before"]["accuracy"], ">=", 0.10),
     ]
     by_interval = Claim("lift_low", lift["low"], ">=", 0.12)
     return [*lines, by_interval if by_interval.holds else Claim("lift_mean", lift["mean"], ">=", 0.25)]
@@ -67,9 +68,10 @@ def gsm8k_loss(folder: Path) -> list[Claim]:
         data=train,
         eval_data=test,
         data_format="prompt-completion",
-        map="prompt=question completion=answer",
+        map=["prompt=question", "completion=answer"],
+        eval_rows=100,
         max_steps=100,
-        global_batch_size=16,
+        global_batch_size=4,
     )
     before, after = run.result["eval_before"]["loss"], run.result["eval_after"]["loss"]
     return [Claim("held_out_loss_gain", before - after, ">", 0)]

@@ -53,8 +53,11 @@ class Run:
 
 
 def sft_command(out: Path, **settings: object) -> list[str]:
-    """Return the command of an SFT run; learning_rate=5e-4 becomes --learning-rate 5e-4."""
-    flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    """Return the command of an SFT run; learning_rate=5e-4 becomes --learning-rate 5e-4, a list several values of one flag."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        values = value if isinstance(value, list) else [value]
+        flags += [f"--{name.replace('_', '-')}", *map(str, values)]
     return [sys.executable, str(SCRIPT), "--json", "--method", "sft", "--out", str(out), *flags]
 
 
