@@ -91,7 +91,9 @@ def begun(manifest: dict[str, Any], plan: dict[str, Any], host: str) -> dict[str
         "started": manifest["started"] or now,
         "ended": None,
     }
-    unknown = {"error": None, "exit_code": None}
+    # All paths of the command are absolute; the folder above the run is there as long as the run is.
+    replay = replay_command(plan, Path(plan["settings"]["out"]["value"]).parent)
+    unknown = {"error": None, "exit_code": None, "cmd_replay": replay}
     return manifest | _of_plan(plan) | fresh | unknown | {"attempts": [*manifest["attempts"], attempt]}
 
 

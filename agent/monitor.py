@@ -189,21 +189,32 @@ def known_runs(environ: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the runs of the index whose folders still are there, newest first."""
     runs = []
     for path in (home(environ) / "runs").glob("*.json"):
-        entry = json.loads(path.read_text())
+        entry = _entry(path)
+        if entry is None:
+            continue
         state = RunFolder(Path(entry["run_dir"])).state
         if state.exists():
             runs.append(entry | {"changed": state.stat().st_mtime})
     return sorted(runs, key=lambda entry: entry["changed"], reverse=True)
 
 
+def _entry(path: Path) -> dict[str, Any] | None:
+    """Return an entry of the index; None where it is missing or damaged, which costs that entry alone."""
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8"))
+        return entry if isinstance(entry["run_dir"], str) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def find_run(name: str, cwd: Path, environ: Mapping[str, str]) -> RunFolder:
     """Return the run that a path or a run id names; raise FinetuneError(run_missing)."""
     folder = Path(os.path.abspath(cwd / os.path.expanduser(name)))
-    if folder.is_dir():
+    if os.path.isdir(folder):
         return RunFolder(folder)
-    index = home(environ) / "runs" / f"{os.path.basename(name)}.json"
-    if "/" not in name and index.exists():
-        return RunFolder(Path(json.loads(index.read_text())["run_dir"]))
+    entry = _entry(home(environ) / "runs" / f"{os.path.basename(name)}.json")
+    if "/" not in name and entry:
+        return RunFolder(Path(entry["run_dir"]))
     raise FinetuneError(
         "run_missing",
         f"{name}: neither a run folder nor the id of a run; `finetune list` shows them",

@@ -65,8 +65,13 @@ def make_plan(
     for name in idle_at_size_one(config, request.set_by_user):
         found.warn("idle_setting", f"{name} has no effect with one rank")
     found.problems += preflight.missing_files(config)
+    preflight.check_written(config, found)
     found.problems += preflight.stored_secrets(dataclasses.asdict(config), machine.environ)
     device = preflight.choose_device(config.device, machine, found)
+    if device == "cpu" and "deterministic" in request.set_by_user:
+        found.warn(
+            "idle_setting", "deterministic has no effect on the cpu, which is so at a fixed number of threads"
+        )
     devices = preflight.devices_of_ranks(device, config.num_gpus, machine, found)
     model = preflight.find_model(config, verify_model, found)
     config = _decided(config, sources, device, devices, model, machine, cwd)

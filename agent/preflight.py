@@ -5,6 +5,7 @@ Checks report; they never stop at the first problem and never change a setting.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 from agent.environment import secret_values
 from agent.system import Device, Machine, free_disk
 from finetune.config import RunConfig
+from finetune.data.arguments import TEMPLATE_NAMES, column_names, template_arguments
 from finetune.data.rows import data_digest, eval_sources
 from finetune.errors import FinetuneError, Problems
 from finetune.model.source import (
@@ -28,6 +30,7 @@ from finetune.model.source import (
 Note = tuple[str, str]  # code of a warning, text
 GIB = 2**30
 _DISK_RESERVE = 1 * GIB
+_LONGEST_NAME = 255  # bytes, on the file systems that people have
 _HIDDEN = "there is an accelerator here ({signs}), but it is hidden from this process"
 _WHY_MISSING = {
     "hidden": ("device_hidden", _HIDDEN + " (sandbox, container or CUDA_VISIBLE_DEVICES)"),
@@ -142,10 +145,25 @@ def held_out_sources(config: RunConfig) -> list[str]:
 
 
 def missing_files(config: RunConfig) -> Iterator[FinetuneError]:
-    """Yield the files that settings name and that are not there; data, model, profile and adapter have their own checks."""
-    for name, file in (("chat_template", config.chat_template), ("domain", config.domain)):
-        if file and os.path.isabs(file) and not os.path.isfile(file):
-            yield FinetuneError("file_missing", f"{name}: {file} is not there", setting=name, file=file)
+    """Yield the names that settings give and that are neither known nor files; data, model and adapter have own checks."""
+    known = {"chat_template": TEMPLATE_NAMES, "domain": ("auto", "text", "math")}
+    for name, names in known.items():
+        file = getattr(config, name)
+        if file and file not in names and not os.path.isfile(file):
+            text = f"{name}: {file} is no file, and there is {', '.join(names)} besides files"
+            yield FinetuneError("file_missing", text, setting=name, file=file)
+
+
+def check_written(config: RunConfig, found: Findings) -> None:
+    """Check the settings that are written as name=value, and that the attention kernel is installed."""
+    for check, value in ((template_arguments, config.chat_template_args), (column_names, config.map)):
+        try:
+            check(value)
+        except FinetuneError as error:
+            found.add(error)
+    if config.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        text = "attention flash_attention_2: the package flash_attn is not installed; leave --attention out"
+        found.add(FinetuneError("missing_package", text, setting="attention", package="flash_attn"))
 
 
 def stored_secrets(settings: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[FinetuneError]:
@@ -171,6 +189,10 @@ def check_disk(out: Path, needed: int, found: Findings) -> int:
 
 def check_writable(out: Path, found: Findings) -> None:
     """Check that the run folder is there or could be made, without making it."""
+    if any(len(part.encode()) > _LONGEST_NAME for part in out.parts):
+        text = f"out: a name in it is longer than {_LONGEST_NAME} bytes"
+        found.add(FinetuneError("bad_path", text, setting="out"))
+        return
     parent = out
     while not parent.exists():
         parent = parent.parent

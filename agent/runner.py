@@ -37,6 +37,15 @@ _PLAN_HIDDEN = (
     "schema_version",
     "created",
 )  # of the answer to a dry run; the file has them
+_UNUSABLE_PATH = (
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EISDIR,
+    errno.ELOOP,
+)
 _STEPS = {"max_steps", "epochs"}  # what `resume --extend` may change
 
 
@@ -70,6 +79,10 @@ def _typed(error: Exception) -> FinetuneError:
     text = f"{type(error).__name__}: {str(error)[:500]}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return FinetuneError("disk_full", text)
+    if isinstance(error, OSError) and error.errno in _UNUSABLE_PATH:
+        return FinetuneError(
+            "bad_path", f"{text} (a path in the settings, or FINETUNE_HOME)", path=str(error.filename)
+        )
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return FinetuneError("bug", text, file=frame.filename, line=frame.lineno, function=frame.name)
 

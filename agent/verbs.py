@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -24,7 +25,6 @@ from finetune.errors import FinetuneError
 
 _PAGE = 50
 _TAIL_CHARACTERS = 5000
-_LONGEST_PATH = 1000
 _IMPORTS = ("torch", "transformers", "peft", "tokenizers", "datasets", "safetensors")
 _IMPORT_LIMIT_S = 120.0
 _LONGEST_WAIT_S = 3600.0
@@ -219,10 +219,11 @@ def explain_error(what: str, context: Context) -> Answer:
     if what in hints():
         return _explanation(what, hint(what).cause, {})
     path = Path(absolute(what, context.cwd))
-    is_name = len(what) < _LONGEST_PATH and "\n" not in what
-    if is_name and path.is_dir():
+    if os.path.isdir(
+        path
+    ):  # os.path and not Path: of a text that no path can be it says no instead of raising
         return _explain_run(RunFolder(path))
-    if is_name and path.is_file():
+    if os.path.isfile(path):
         traceback = first_traceback(path)
         return _explain_text(
             traceback.text if traceback else path.read_text(errors="replace"), {"log": str(path)}

@@ -1,6 +1,6 @@
 """SFT throughput and peak memory of this repository against trl's SFTTrainer, interleaved: ours, peer, ours, peer, ...
 
-    python -m bench [--pairs 3] [--steps 12]
+    python -m bench [--pairs 3] [--steps 9]
 
 Writes bench.json: a list of {row, unit, ours, peer, ratio, spread, limit}. ours, peer and ratio are medians over the
 pairs, spread is (largest - smallest ratio) / median ratio, limit is what no implementation can beat on this machine:
@@ -30,7 +30,7 @@ CACHE = Path(os.environ.get("FINETUNE_CACHE", Path.home() / ".cache" / "finetune
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", allow_abbrev=False)
     parser.add_argument("--pairs", type=int, default=3, help="interleaved pairs of runs (default: 3)")
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of a run (default: 12)")
+    parser.add_argument("--steps", type=int, default=9, help="optimizer steps of a run (default: 9)")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="finetune-bench-") as folder:
         rows = bench(Path(folder), asked.pairs, asked.steps)

@@ -228,6 +228,8 @@ def contradictions(config: RunConfig, set_by_user: set[str]) -> Iterator[Finetun
     if config.eval_data:
         for name in ("eval_fraction", "split_seed"):
             yield from without_effect(name, "beside eval_data")
+    elif config.eval_fraction == 0:
+        yield from without_effect("split_seed", "with eval_fraction 0, which holds out no rows")
     if config.early_stopping and not config.eval_every:
         yield FinetuneError(
             "settings_conflict",

@@ -32,6 +32,7 @@ EXIT_CODES: dict[str, int] = {
     "setting_without_effect": USAGE,
     "settings_conflict": USAGE,
     "batch_arithmetic": USAGE,
+    "bad_path": USAGE,
     # data
     "file_missing": INPUT,
     "no_rows": INPUT,

@@ -20,6 +20,21 @@ from finetune.errors import FinetuneError, Problems
 
 _VALIDATOR = jsonschema.Draft202012Validator
 _JSON_TYPE = {str: "string", int: "integer", float: "number", bool: "boolean"}
+# What other programs call a setting, where the spelling alone would suggest another one.
+_USUAL_NAMES = {
+    "lr": "learning_rate",
+    "gpus": "num_gpus",
+    "nproc_per_node": "num_gpus",
+    "batch_size": "global_batch_size",
+    "per_device_train_batch_size": "batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "num_train_epochs": "epochs",
+    "max_seq_length": "max_length",
+    "warmup_steps": "warmup_ratio",
+    "lr_scheduler_type": "schedule",
+    "bf16": "dtype",
+    "adapter": "init_adapter",
+}
 _BOUNDS = {
     "at_least": "minimum",
     "above": "exclusiveMinimum",
@@ -218,7 +233,10 @@ def _coerced(item: Knob, value: Any) -> Any:
 
 def unknown_name(name: str, known: list[str]) -> str:
     """Return a sentence that refuses `name` and suggests the nearest known one."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    meant = _USUAL_NAMES.get(name.replace("-", "_"))
+    close = [item for item in known if item.replace("-", "_") == meant] or difflib.get_close_matches(
+        name, known, n=1, cutoff=0.6
+    )
     return f"{name}: no such setting" + (f"; did you mean {close[0]}?" if close else "")
 
 

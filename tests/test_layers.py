@@ -14,8 +14,8 @@ PACKAGES = ("finetune", "agent")
 # A file may import any file that stands before it. A file that is not named here fails.
 ORDER = """
 finetune.errors finetune.records finetune.knobs finetune.config finetune.methods
-finetune.data.conversation finetune.data.formats finetune.data.rows finetune.data.template finetune.data.tokens
-finetune.data.chat finetune.data.split
+finetune.data.conversation finetune.data.arguments finetune.data.formats finetune.data.rows finetune.data.template
+finetune.data.tokens finetune.data.chat finetune.data.split
 finetune.domains.base finetune.domains.text finetune.domains.math finetune.domains.registry
 finetune.data.account finetune.data.store finetune.data.prepare finetune.data.batches
 finetune.parallel.world finetune.parallel.profile finetune.parallel.shard

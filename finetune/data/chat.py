@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from finetune.data.arguments import template_arguments
 from finetune.data.conversation import Conversation, Encoded, Message, Tools
-from finetune.data.template import ChatTemplate, read_template, template_arguments
+from finetune.data.template import ChatTemplate, read_template
 from finetune.data.tokens import BREAK, TokenText, continued
 from finetune.errors import FinetuneError
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from finetune.data.arguments import column_names
 from finetune.data.formats import READERS, Faults, numbered, reader_of
 from finetune.errors import FinetuneError, Problems, boundary
 from finetune.knobs import unknown_name
@@ -67,7 +68,7 @@ def read_rows(sources: Sequence[str], column_map: Sequence[str] = ()) -> RowSet:
     A weight w behind a source (a.jsonl:0.7) takes every row floor(w) times, and for the rest of w a share of the rows
     that depends on their number alone. Raises Problems: file_missing, no_rows, bad_row, duplicate_key, ...
     """
-    names = _column_names(column_map)
+    names = column_names(column_map)
     faults = Faults()
     empty: list[FinetuneError] = []
     kept: list[Row] = []
@@ -130,18 +131,6 @@ def arithmetic_rows(name: str) -> list[dict[str, str]]:
         }
         for a, sign, b in side
     ]
-
-
-def _column_names(column_map: Sequence[str]) -> dict[str, str]:
-    """Return {name in the file: our name} of entries such as "prompt=question"."""
-    names: dict[str, str] = {}
-    for entry in column_map:
-        ours, _, theirs = entry.partition("=")
-        if not (ours and theirs) or theirs in names or ours in names.values():
-            text = f"map: {entry!r} must read NAME=COLUMN_IN_THE_FILE, each name once, as prompt=question"
-            raise FinetuneError("bad_value", text, setting="map")
-        names[theirs] = ours
-    return names
 
 
 def _renamed(rows: list[Row], names: dict[str, str]) -> list[Row]:

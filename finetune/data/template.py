@@ -11,18 +11,18 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from finetune.data.arguments import TEMPLATE_NAMES
 from finetune.data.conversation import Message
 from finetune.errors import FinetuneError, boundary
 
 RENDER_SECONDS = 5.0
-_ARGUMENTS_OF_OURS = {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"}
 _SYSTEM_TURN = re.compile(r"<\|im_start\|>system\n(.*)<\|im_end\|>\n", re.DOTALL)
 
 _CHATML = """\
@@ -88,7 +88,7 @@ def chatml_template(before: str = "", default_system: str = "") -> str:
 
 def read_template(setting: str | None) -> str | None:
     """Return the text that --chat-template names: the name chatml, or a file; None where it is not given."""
-    if setting is None or setting == "chatml":
+    if setting is None or setting in TEMPLATE_NAMES:
         return setting and chatml_template()
     path = Path(setting).expanduser()
     if not path.is_file():
@@ -98,21 +98,6 @@ def read_template(setting: str | None) -> str | None:
         raise FinetuneError("file_missing", text, setting="chat_template", file=str(path.absolute()))
     with boundary("bad_template", str(path)):
         return path.read_text(encoding="utf-8")
-
-
-def template_arguments(entries: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of entries such as enable_thinking=false; a value that is JSON is read as JSON."""
-    arguments: dict[str, Any] = {}
-    for entry in entries:
-        name, equals, value = entry.partition("=")
-        if not equals or not name.isidentifier() or name in _ARGUMENTS_OF_OURS or name in arguments:
-            text = f"chat_template_args: {entry!r} must read name=value, each name once and none of the template's own inputs"
-            raise FinetuneError("bad_value", text, setting="chat_template_args")
-        try:
-            arguments[name] = json.loads(value)
-        except ValueError:
-            arguments[name] = value
-    return arguments
 
 
 @contextlib.contextmanager

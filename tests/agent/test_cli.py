@@ -107,6 +107,15 @@ def test_help_hides_the_advanced_settings_and_help_all_shows_them(capsys: pytest
     assert sum(not item.advanced for item in items) <= 40
 
 
+# Settings that take more than any text.
+WRITTEN = {
+    "domain": "math",
+    "chat_template": "chatml",
+    "chat_template_args": "thinking=false",
+    "map": "prompt=question",
+}
+
+
 def changed(item: Any) -> list[str]:
     """Return a flag that sets a setting to another value than its default."""
     if item.kind is bool:
@@ -114,7 +123,7 @@ def changed(item: Any) -> list[str]:
     if item.choices:
         return [item.flag, str(next(choice for choice in item.choices if choice != item.default))]
     if item.kind is str:
-        return [item.flag, "other"]
+        return [item.flag, WRITTEN.get(item.name, "other")]
     return [item.flag, str((item.default / 2 or 0.5) if item.kind is float else (item.default or 8) + 1)]
 
 
@@ -281,3 +290,45 @@ def test_the_doctor_is_quiet_about_the_values_of_secrets(
     assert code == 0
     assert "WANDB_API_KEY" in answer["data"]["secrets_present"]
     assert "k_TEST" not in json.dumps(answer)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (["--chat-template", "nope"], "file_missing"),
+        (["--chat-template-args", "a"], "bad_value"),
+        (["--map", "prompt"], "bad_value"),
+        (["--domain", "nope"], "file_missing"),
+        (["--domain", "x" * 300], "file_missing"),
+        (["--out", "o/" + "x" * 300], "bad_path"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(flags: list[str], code: str, command: Any, rows: Path) -> None:
+    answer, exit_code = command("plan", *TINY, "--data", str(rows), *flags)
+    assert answer["errors"][0]["code"] == code
+    assert exit_code == answer_exit_code(code)
+
+
+def answer_exit_code(code: str) -> int:
+    return EXIT_CODES[code]
+
+
+def test_a_long_line_of_text_is_no_path(command: Any) -> None:
+    text = "RuntimeError: size mismatch for model.embed_tokens.weight: " + "copying a param " * 30 + "a/b"
+    answer, exit_code = command("explain-error", text)
+    assert (answer["status"], exit_code) in (("known", 0), ("unknown", 0))
+
+
+def test_a_damaged_entry_of_the_index_costs_that_entry_alone(command: Any) -> None:
+    home = Path(os.environ["FINETUNE_HOME"]) / "runs"
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "bad.json").write_text("x")
+    assert command("list")[1] == 0
+    answer, exit_code = command("status", "bad")
+    assert (answer["errors"][0]["code"], exit_code) == ("run_missing", 3)
+
+
+def test_usual_names_of_other_programs_are_understood_as_suggestions(command: Any, rows: Path) -> None:
+    answer, exit_code = command("plan", *TINY, "--data", str(rows), "--lr", "1")
+    assert exit_code == 2
+    assert "learning" in json.dumps(answer["errors"])
