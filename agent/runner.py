@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,7 @@ _UNUSABLE_PATH = (
     errno.EISDIR,
     errno.ELOOP,
 )
+_STATE_WITHIN_S = 5.0
 _STEPS = {"max_steps", "epochs"}  # what `resume --extend` may change
 
 
@@ -144,6 +146,8 @@ def run(request: Request, context: Context, verify_model: bool = False, is_exten
         return standing
     made = _make_folders(folder.path)
     with locked(folder) as lock, Interrupts() as interrupts:
+        if lock is None:
+            _await_state(folder)
         standing = _standing(folder, plan, context, is_ours=lock is not None, is_extension=is_extension)
         if standing or lock is None:
             return standing or refusal("run", [_in_use(folder)], run_dir=folder.path)
@@ -151,6 +155,13 @@ def run(request: Request, context: Context, verify_model: bool = False, is_exten
             return _Start(folder, plan, run_id, context, interrupts, lock).go()
         finally:
             _remove_if_unused(folder, made)
+
+
+def _await_state(folder: RunFolder) -> None:
+    """Give whoever holds the lock the moment it needs to say what it is doing."""
+    end = time.monotonic() + _STATE_WITHIN_S
+    while not folder.state.exists() and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def _placed(plan: dict[str, Any], run_id: str) -> dict[str, Any]:
@@ -211,7 +222,8 @@ def _check_same(folder: RunFolder, plan: dict[str, Any], is_extension: bool) -> 
         raise FinetuneError("target_exists", f"out: {folder.path} is a file", setting="out")
     existing = read_plan(folder.plan)
     if existing is None:
-        foreign = [path.name for path in folder.path.glob("*") if path not in (folder.state, folder.lock)]
+        # Names that begin with a dot are ours: the lock, and files on their way to their final names.
+        foreign = [path.name for path in folder.path.glob("[!.]*") if path != folder.state]
         if foreign:
             text = f"out: {folder.path} is no run folder and not empty (it holds {foreign[0]}); give another --out"
             raise FinetuneError("target_exists", text, setting="out", found=sorted(foreign)[:5])
