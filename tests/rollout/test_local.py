@@ -1,5 +1,6 @@
 """Completions equal those of the library one prompt at a time, whatever shares their batch."""
 
+import contextlib
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 from finetune.errors import FinetuneError
 from finetune.model.builtin import load_model
 from finetune.model.source import resolve_source
+from finetune.rollout import local
 from finetune.rollout.local import Sampling, _shared_prefix, attends_to_all, choose, generate
 
 SYSTEM = list(range(40, 60))
@@ -153,3 +155,19 @@ def test_models_with_windows_take_the_plain_way(model: PreTrainedModel) -> None:
         library_greedy(windowed, prompt, 12, [free[3]]) for prompt in PROMPTS
     ]
     assert len({len(completion.ids) for completion in completions}) > 1
+
+
+def test_the_head_gets_contiguous_input_so_that_it_is_not_repeated_for_each_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frozen = load_model(resolve_source("builtin:tiny"), torch.bfloat16, "sdpa").requires_grad_(False)
+    seen: list[bool] = []
+    frozen.get_output_embeddings().register_forward_hook(
+        lambda _, inputs, out: seen.append(inputs[0].is_contiguous())
+    )
+    generate(frozen, APART, Sampling(2, []))
+    assert seen
+    assert all(seen)
+    monkeypatch.setattr(local, "_contiguous_head", lambda model: contextlib.nullcontext())
+    generate(frozen, APART, Sampling(2, []))
+    assert not all(seen)  # without the guard the first forward hands over a slice

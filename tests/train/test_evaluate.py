@@ -64,6 +64,9 @@ class Parrot(nn.Module):
         self.model, self.answers = model, answers
         self.config, self.device = model.config, model.device
 
+    def get_output_embeddings(self) -> nn.Module:
+        return nn.Identity()
+
     def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
         output = self.model(input_ids=input_ids, **options)
         following = {}
