@@ -1,4 +1,4 @@
-"""What --data names -> rows: files, folders, Hub ids and the builtin arithmetic, with weights and renamed columns.
+"""What --data names -> rows: files, folders, Hub ids and the builtin rows, with weights and renamed columns.
 
 Rule: the same sources give the same rows in the same order, on every rank and wherever the files lie; the digest of
 a file is of the very bytes that were parsed.
@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl
 
 from finetune.data.arguments import column_names
 from finetune.data.formats import READERS, Faults, numbered, reader_of
+from finetune.data.reasoning import PREFIX, eval_side, is_reasoning, puzzles_of, reasoning_rows
 from finetune.errors import FinetuneError, Problems, boundary
 from finetune.knobs import unknown_name
 from finetune.records import Row
@@ -104,7 +105,14 @@ def data_digest(sources: Sequence[str]) -> list[dict[str, Any]]:
 
 def eval_sources(sources: Sequence[str]) -> list[str]:
     """Return the held-out side of the sources where all of them bring one; else nothing."""
-    return [ARITHMETIC_EVAL] if {source_name(source) for source in sources} == {ARITHMETIC} else []
+    sides = [_eval_side(source_name(source)) for source in sources]
+    return list(dict.fromkeys(side for side in sides if side)) if sides and all(sides) else []
+
+
+def _eval_side(name: str) -> str | None:
+    if is_reasoning(name):
+        return eval_side(name)
+    return ARITHMETIC_EVAL if name == ARITHMETIC else None
 
 
 def source_name(source: str) -> str:
@@ -182,8 +190,13 @@ def _resolved(sources: Sequence[str]) -> list[_Source]:
 def _resolve(entry: str) -> _Source:
     name, weight = _split_weight(entry)
     if name.startswith("builtin:"):
+        if is_reasoning(name):
+            puzzles_of(name)  # raises where the name is none
+            return _Source([name], weight, _read_reasoning)
         if name not in ARITHMETIC_SIZES:
-            text = f"data: {name}: no such builtin rows; there are {', '.join(ARITHMETIC_SIZES)}"
+            text = (
+                f"data: {name}: no such builtin rows; there are {', '.join(ARITHMETIC_SIZES)}, {PREFIX}TASK"
+            )
             raise FinetuneError("bad_value", text, setting="data")
         return _Source([name], weight, _read_arithmetic)
     path = Path(os.path.abspath(os.path.expanduser(name)))
@@ -261,6 +274,10 @@ def _read_file(path: str, faults: Faults) -> tuple[list[Row], DataFile]:
 
 def _read_arithmetic(name: str, faults: Faults) -> tuple[list[Row], DataFile]:
     return _made_rows(name, [Row(values, name, line) for line, values in enumerate(arithmetic_rows(name), 1)])
+
+
+def _read_reasoning(name: str, faults: Faults) -> tuple[list[Row], DataFile]:
+    return _made_rows(name, [Row(values, name, line) for line, values in enumerate(reasoning_rows(name), 1)])
 
 
 def _read_hub(source: str, faults: Faults) -> tuple[list[Row], DataFile]:

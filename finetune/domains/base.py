@@ -28,7 +28,8 @@ VERIFIER_SECONDS = 10.0
 class Domain:
     """score is None where no verifier exists; it returns a finite number, or None for an answer it cannot score.
 
-    digest changes when the meaning of the domain does: it is part of what prepared data are keyed by.
+    digest changes when the meaning of the domain does: it is part of what prepared data are keyed by. file is where a
+    user's own domain stands, so that another process can load it too.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Domain:
     score: Score | None
     metrics: Callable[[Sequence[float | None]], dict[str, float]]
     digest: str
+    file: str | None = None
 
     @property
     def has_verifier(self) -> bool:

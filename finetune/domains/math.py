@@ -20,8 +20,13 @@ from finetune.records import Row
 # A sign counts only where nothing stands before it that it could be subtracted from: "5-3" ends in 3, "is -3" in -3.
 _START = r"(?:(?<![\w.)])[-+\u2212]|(?<![\w.]))\$?"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_EXPONENT = r"(?:[eE][-+]?\d{1,3}(?![\w.]))?"
 _NUMBER = re.compile(
-    rf"(?P<number>{_START}(?:{_DIGITS}))(?:\s?/\s?(?P<below>\d+(?:\.\d+)?))?(?P<percent>\s?\\?%)?"
+    rf"(?P<number>{_START}(?:{_DIGITS}){_EXPONENT})(?:\s?/\s?(?P<below>\d+(?:\.\d+)?))?(?P<percent>\s?\\?%)?"
+)
+# \frac{3}{4} is 3/4, and 2\frac{3}{4} is 11/4.
+_FRACTION = re.compile(
+    r"(?:(?<![\w.,/])(?P<whole>\d{1,15})\s*)?\\[dt]?frac\s*\{\s*(?P<above>-?\d[\d.]*)\s*\}\s*\{\s*(?P<below>\d[\d.]*)\s*\}"
 )
 _MARKED = "####"
 
@@ -42,7 +47,7 @@ def score(row: Values, completion: str) -> float | None:
     expected, given = last_number(_columns(row)[1]), last_number(completion)
     if expected is None:
         return None
-    return float(given is not None and _is_equal(expected, given))
+    return float(given is not None and is_equal(expected, given))
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Number:
 def last_number(text: str) -> Number | None:
     """Return the number behind the last #### of the text, or the last number in it; None where there is none."""
     _, marked, tail = text.rpartition(_MARKED)
-    numbers = list(_NUMBER.finditer(tail))
+    numbers = list(_NUMBER.finditer(_FRACTION.sub(_written_plainly, tail)))
     if not numbers:
         return None
     match = numbers[0] if marked else numbers[-1]
@@ -66,12 +71,30 @@ def last_number(text: str) -> Number | None:
     return Number(value, bool(match["percent"]))
 
 
-def _is_equal(expected: Number, given: Number) -> bool:
-    """Where only one side has a percent sign, it may be the unit that the question asks for, or a hundredth."""
+def _written_plainly(match: re.Match[str]) -> str:
+    whole, above, below = match["whole"], match["above"], match["below"]
+    if whole is not None:
+        is_mixed = above.isdigit() and below.isdigit()
+        return f"{int(whole) * int(below) + int(above)}/{below} " if is_mixed else f"{whole} {above}/{below} "
+    before = match.string[: match.start()][-1:]
+    return f"{' ' if before.isalnum() else ''}{above}/{below} "
+
+
+def is_equal(expected: Number, given: Number, tolerance: Fraction = Fraction(0)) -> bool:
+    """Return whether |given - expected| <= tolerance * max(1, |expected|); no tolerance compares exactly.
+
+    Where only one side has a percent sign, it may be the unit that the question asks for, or a hundredth.
+    """
     if expected.is_percent == given.is_percent:
-        return expected.value == given.value
-    percent, plain = (expected, given) if expected.is_percent else (given, expected)
-    return plain.value in (percent.value, percent.value / 100)
+        return _is_close(expected.value, given.value, tolerance)
+    if expected.is_percent:
+        meant = (expected.value, expected.value / 100)
+        return any(_is_close(value, given.value, tolerance) for value in meant)
+    return any(_is_close(expected.value, value, tolerance) for value in (given.value, given.value / 100))
+
+
+def _is_close(expected: Fraction, given: Fraction, tolerance: Fraction) -> bool:
+    return abs(given - expected) <= tolerance * max(Fraction(1), abs(expected))
 
 
 def _columns(values: Values) -> tuple[str, str]:

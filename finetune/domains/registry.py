@@ -14,9 +14,11 @@ from types import ModuleType
 from typing import Any
 
 from finetune.data.conversation import Conversation
+from finetune.data.reasoning import is_reasoning
 from finetune.data.rows import ARITHMETIC_SIZES, source_name
 from finetune.domains.base import Domain, limited_score
 from finetune.domains.math import math_domain
+from finetune.domains.reasoning import reasoning_domain
 from finetune.domains.text import text_domain, tools_of, turns_of
 from finetune.errors import FinetuneError, boundary
 from finetune.records import Row
@@ -25,13 +27,17 @@ _NAMES = ("conversation", "split", "score", "metrics")
 
 
 def load_domain(name: str, data: Sequence[str], data_format: str = "auto") -> Domain:
-    """Return the domain that --domain names: text, math, a Python file, or auto (math for builtin:arithmetic, else text).
+    """Return the domain that --domain names: text, math, reasoning-gym, a Python file, or auto.
 
+    auto is math for builtin:arithmetic, reasoning-gym for builtin:reasoning-gym/TASK, and text for all else.
     data_format is read by the domain text alone; beside another it is an error.
     """
     if name == "auto":
-        is_arithmetic = bool(data) and all(source_name(source) in ARITHMETIC_SIZES for source in data)
-        name = "math" if is_arithmetic else "text"
+        names = [source_name(source) for source in data]
+        if names and all(source in ARITHMETIC_SIZES for source in names):
+            name = "math"
+        else:
+            name = "reasoning-gym" if names and all(map(is_reasoning, names)) else "text"
     if name == "text":
         return text_domain(data_format)
     if data_format != "auto":
@@ -39,9 +45,11 @@ def load_domain(name: str, data: Sequence[str], data_format: str = "auto") -> Do
         raise FinetuneError("setting_without_effect", text, setting="data_format")
     if name == "math":
         return math_domain()
+    if name == "reasoning-gym":
+        return reasoning_domain()
     path = Path(name).expanduser().absolute()
     if path.suffix != ".py":
-        text = f"domain: {name}: no such domain; there are auto, text, math, or give a Python file"
+        text = f"domain: {name}: no such domain; there are auto, text, math, reasoning-gym, or give a Python file"
         raise FinetuneError("bad_value", text, setting="domain")
     return domain_from_file(path)
 
@@ -77,7 +85,8 @@ def domain_from_file(path: Path) -> Domain:
             return {str(name): float(value) for name, value in module.metrics(list(scores)).items()}
 
     score = limited_score(module.score, where)
-    return Domain(path.stem, conversation, split, score, metrics, hashlib.sha256(source).hexdigest())
+    digest = hashlib.sha256(source).hexdigest()
+    return Domain(path.stem, conversation, split, score, metrics, digest, str(path))
 
 
 def _imported(path: Path, where: str) -> ModuleType:
