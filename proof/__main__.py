@@ -16,6 +16,7 @@ from pathlib import Path
 
 from proof.claims import Claim, NotHere, append
 from proof.equality import equality_smollm2
+from proof.grpo_peer import grpo_peer
 from proof.kills import kills_parent, kills_rank0, kills_rank1
 from proof.learning import arithmetic_lift, bench, gsm8k_loss, quickstart
 
@@ -24,6 +25,7 @@ ROWS: dict[str, Callable[[Path], list[Claim]]] = {
     "arithmetic-lift": arithmetic_lift,
     "gsm8k-loss": gsm8k_loss,
     "equality-smollm2": equality_smollm2,
+    "grpo-peer": grpo_peer,
     "kills-parent": kills_parent,
     "kills-rank0": kills_rank0,
     "kills-rank1": kills_rank1,
