@@ -11,6 +11,7 @@ from pathlib import Path
 
 from agent.commands import VERBS, Call
 from agent.render import Answer, document, for_people, text_of
+from agent.request import method_in
 from agent.runner import Context, guarded
 from agent.system import read_machine
 from finetune.errors import FinetuneError
@@ -49,7 +50,7 @@ def overview() -> str:
         "",
         "verbs (each with --help):",
     ]
-    lines += [f"  {name:15}{verb.summary}" for name, verb in VERBS.items()]
+    lines += [f"  {name:18}{verb.summary}" for name, verb in VERBS.items()]
     return "\n".join(
         [*lines, "", "Every verb prints one JSON object on stdout; logs go to stderr.", EXAMPLE, EXIT_CODES]
     )
@@ -72,7 +73,7 @@ def answer_to(argv: list[str]) -> Answer:
 def read_call(name: str, arguments: list[str], context: Context) -> Call:
     """Return the verb as it was called; unknown and repeated flags are gathered, to be refused with all other problems."""
     verb = VERBS[name]
-    method = _method_of(arguments) if verb.takes_settings else None
+    method = _method_of(arguments, context.cwd) if verb.takes_settings else None
     parser = make_parser(name, method, advanced="--help-all" in arguments)
     if "--help-all" in arguments:
         parser.print_help()
@@ -88,6 +89,7 @@ def make_parser(name: str, method: Method | None, advanced: bool = False) -> Fla
     """Return the parser of one verb: its own flags, and the settings of a method where it takes them."""
     verb = VERBS[name]
     positional = " RUN" if name in ("status", "logs", "stop", "resume", "generate", "export") else ""
+    positional = " FILE" if name == "verifier-skeleton" else positional
     parser = FlagParser(
         prog=f"finetune {name}",
         usage=f"finetune {name}{positional} [flags]",
@@ -113,14 +115,21 @@ def make_parser(name: str, method: Method | None, advanced: bool = False) -> Fla
     return parser
 
 
-def _method_of(arguments: list[str]) -> Method:
-    """Return the method whose flags are taken: the one named, or the first where a config file will name it."""
+def _method_of(arguments: list[str], cwd: Path) -> Method:
+    """Return the method whose flags are taken: the one named, the one that the config file names, or the first."""
+    named = _value_of("--method", arguments)
+    if named is None and (config := _value_of("--config", arguments)):
+        named = method_in(config, cwd)
+    return next(iter(METHODS.values())) if named is None else method_named(named)
+
+
+def _value_of(flag: str, arguments: list[str]) -> str | None:
     for place, argument in enumerate(arguments):
-        if argument.startswith("--method="):
-            return method_named(argument.removeprefix("--method="))
-        if argument == "--method" and place + 1 < len(arguments):
-            return method_named(arguments[place + 1])
-    return next(iter(METHODS.values()))
+        if argument.startswith(f"{flag}="):
+            return argument.removeprefix(f"{flag}=")
+        if argument == flag and place + 1 < len(arguments):
+            return arguments[place + 1]
+    return None
 
 
 def _unknown(rest: list[str], parser: argparse.ArgumentParser) -> list[FinetuneError]:

@@ -170,6 +170,9 @@ def _logs_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rank", type=int, help="log of this rank (default: rank 0, or the launcher of a single process)"
     )
+    parser.add_argument(
+        "--file", metavar="NAME", help="another log by its name, as vllm-0-0.log of an engine"
+    )
     parser.add_argument("--grep", metavar="PATTERN", help="only lines with this regular expression")
     parser.add_argument("--offset", type=int, help="first line (default: the last lines)")
     parser.add_argument("--limit", type=int, default=50, help="lines at most")
@@ -243,9 +246,17 @@ def _explain_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _skeleton_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="Python file to write")
+
+
 def _logs(call: Call) -> Answer:
     options = call.options
-    file = None if options.rank is None else f"rank{options.rank}.log"
+    if options.rank is not None and options.file is not None:
+        raise FinetuneError(
+            "settings_conflict", "file and rank both name a log; give one of them", setting="file"
+        )
+    file = options.file if options.rank is None else f"rank{options.rank}.log"
     return verbs.logs(options.run, file, options.grep, options.offset, options.limit, call.context)
 
 
@@ -284,6 +295,11 @@ VERBS: dict[str, Verb] = {
     "evaluate": Verb("loss and accuracy on held-out rows", _evaluate, _evaluate_flags, takes_settings=True),
     "generate": Verb("answers of a trained model", _generate, _generate_flags),
     "export": Verb("write a merged model or an adapter, checked", _export, _export_flags),
+    "verifier-skeleton": Verb(
+        "write a verifier of your own to start from",
+        lambda call: verbs.verifier_skeleton(call.options.file, call.context),
+        _skeleton_flags,
+    ),
     "list": Verb(
         "the runs of this user", lambda call: verbs.list_runs(call.options.offset, call.context), _offset_flag
     ),

@@ -44,6 +44,12 @@ class Clock:
 def figures(line: dict[str, Any]) -> str:
     """Return the numbers of a step as people read them."""
     parts = []
+    if line.get("reward_mean") is not None:
+        parts.append(f"reward {line['reward_mean']:.3f}")
+    if line.get("eval_accuracy") is not None:
+        parts.append(f"held-out {line['eval_accuracy']:.3f}")
+    if line.get("truncated_share"):
+        parts.append(f"cut {line['truncated_share']:.0%}")
     if line.get("loss") is not None:
         parts.append(f"loss {line['loss']:.4f}")
     if line.get("eval_loss") is not None:

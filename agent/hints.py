@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d(?:[.,]\d+)?)")
 _MOST_BYTES = 2_000_000  # of one log
 _LINES_SHOWN = 20
+_ENGINE_LOG = "vllm-"
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,19 @@ def _block(lines: list[str], start: int) -> str:
 
 
 def earliest_traceback(logs: Path) -> Traceback | None:
-    """Return the earliest traceback over the logs of a run: by the time before it, else by when its log was last written."""
-    found = [traceback for path in sorted(logs.glob("*.log")) if (traceback := first_traceback(path))]
+    """Return the earliest traceback over the logs of a run: by the time before it, else by when its log was last written.
+
+    An engine prints tracebacks that it survives, and one that dies is told by the rank that asked it: its log comes last.
+    """
+    found = _tracebacks(path for path in logs.glob("*.log") if not path.name.startswith(_ENGINE_LOG))
+    found = found or _tracebacks(logs.glob(f"{_ENGINE_LOG}*.log"))
     return min(
         found, key=lambda traceback: (traceback.time or "9", traceback.file.stat().st_mtime), default=None
     )
+
+
+def _tracebacks(paths: Iterable[Path]) -> list[Traceback]:
+    return [traceback for path in sorted(paths) if (traceback := first_traceback(path))]
 
 
 def match(text: str) -> Pattern | None:

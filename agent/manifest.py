@@ -18,7 +18,7 @@ from finetune.errors import FinetuneError
 
 _CHOSEN = ("user", "file")  # what a replayed command must say again; the rest follows
 _MOST_TRACEBACK = 4000
-_PLACES = ("model", "data", "eval_data", "out", "profile", "init_adapter", "domain", "chat_template")
+_PLACES = "model data eval_data out profile init_adapter domain chat_template verifier replay vllm_python vllm_url".split()
 _RESULT = ("steps", "train_loss", "eval_before", "eval_after", "lift")
 
 
@@ -213,6 +213,9 @@ def card_facts(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
         for name in ("loss", "accuracy", "num_rows")
         for when in ("before", "after")
     }
+    lift = result.get("lift") or {}
+    if lift.get("low") is not None:
+        figures[f"lift of {lift['of']}"] = f"{lift['mean']:.4g} ({lift['low']:.4g} to {lift['high']:.4g})"
     known = {name: value for name, value in figures.items() if value is not None}
     return {"Training": training, "Settings": settings, "Held-out rows": known}
 

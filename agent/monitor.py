@@ -20,6 +20,12 @@ from finetune.records import read_lines, write_atomically
 _TAIL_BYTES = 256_000
 _WINDOW = 20  # steps that a rule looks at
 _HIGH_GRAD_NORM = 100.0
+_HIGH_MISMATCH = 1e-2  # k3 of sampler and trainer, nats
+_LOW_ENTROPY = 1e-2  # nats
+_ENDS = 5  # steps of which a first and a last reward are the mean
+_SHOWN_ELSEWHERE = (
+    "step num_steps loss eval_loss learning_rate grad_norm tokens_per_s peak_memory_bytes step_s"
+).split()
 
 
 class Tail:
@@ -131,7 +137,29 @@ def progress(folder: RunFolder) -> dict[str, Any]:
         "peak_memory_bytes": last.get("peak_memory_bytes"),
         "eta_s": round(left * (_mean(seconds) or 0.0), 1) if seconds else None,
         "health": health(recent),
+    } | _of_rollouts(lines)
+
+
+def _of_rollouts(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how the reward goes, and every other number of the last step; nothing for a method without rewards."""
+    rewards = [line["reward_mean"] for line in lines if line.get("reward_mean") is not None]
+    if not rewards:
+        return {}
+    figures = {
+        name: value
+        for name, value in lines[-1].items()
+        if isinstance(value, int | float) and name not in _SHOWN_ELSEWHERE
     }
+    reward = {"last": rewards[-1], "mean": _mean(rewards[-_WINDOW:]), "highest": max(rewards)}
+    return {"reward": reward, "figures": figures}
+
+
+def reward_course(folder: RunFolder) -> dict[str, float | None] | None:
+    """Return the mean reward of the first and of the last steps of a run; None where its method has no rewards."""
+    rewards = [
+        line["reward_mean"] for line in read_lines(folder.metrics) if line.get("reward_mean") is not None
+    ]
+    return {"first": _mean(rewards[:_ENDS]), "last": _mean(rewards[-_ENDS:])} if rewards else None
 
 
 def _mean(values: list[float]) -> float | None:
@@ -153,7 +181,36 @@ def health(lines: list[dict[str, Any]]) -> list[dict[str, str]]:
         )
     if len(norms) >= 5 and not any(norms):
         broken.append({"hint_id": "no_learning_signal", "text": "grad_norm is 0: nothing is learned"})
-    return broken
+    return broken + _health_of_rollouts(lines)
+
+
+def _health_of_rollouts(lines: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return what the last steps say about rewards, sampler and entropy; a loss of 0 is usual here and says nothing."""
+    rules = (
+        ("no_learning_signal", "reward_mean", lambda value: value == 0, "no rollout has had a reward"),
+        (
+            "no_learning_signal",
+            "zero_variance_share",
+            lambda value: value == 1,
+            "all groups have had equal rewards",
+        ),
+        ("no_learning_signal", "truncated_share", lambda value: value == 1, "all completions have been cut"),
+        (
+            "sampler_mismatch",
+            "mismatch_k3",
+            lambda value: value > _HIGH_MISMATCH,
+            "sampler and trainer have differed",
+        ),
+        ("low_entropy", "entropy", lambda value: value < _LOW_ENTROPY, "the policy has hardly varied"),
+    )
+    found = []
+    for hint_id, name, is_bad, what in rules:
+        values = [line[name] for line in lines if line.get(name) is not None]
+        if len(values) >= _WINDOW and all(is_bad(value) for value in values):
+            found.append(
+                {"hint_id": hint_id, "text": f"{what} for {len(values)} steps ({name} {values[-1]:.3g})"}
+            )
+    return found
 
 
 def poll_seconds(eta_s: float | None) -> int:

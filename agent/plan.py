@@ -19,27 +19,33 @@ from pathlib import Path
 from typing import Any
 
 from agent import preflight
+from agent.decisions import BYTES_PER_TRAINED, Place, decided
+from agent.engines import (
+    EnginePlace,
+    check_grpo,
+    engine_places,
+    replay_digest,
+    waiting_threads,
+)
 from agent.environment import child_environment, replayed_environment
 from agent.folder import SCHEMA_VERSION, RunFolder, read_document, write_document
 from agent.preflight import Findings, ModelFound
 from agent.request import Request
 from agent.system import DEVICE_LISTS, SOURCE_ROOT, Device, Machine
-from finetune.config import (
-    DEFAULT_FORWARD_TOKENS,
-    DEFAULT_MAX_LENGTH,
-    RunConfig,
-    contradictions,
-    global_batch,
-    idle_at_size_one,
-    rows_per_forward,
-    steps_of,
-)
+from agent.verifying import verifier_content
+from finetune.config import GrpoConfig, RunConfig
 from finetune.errors import FinetuneError, Problems
 from finetune.knobs import knobs
 from finetune.model.footprint import num_trainable
+from finetune.rules import (
+    contradictions,
+    global_batch,
+    idle_at_size_one,
+    prompts_per_batch,
+    rows_per_forward,
+    steps_of,
+)
 
-RUN_ID = "{run_id}"  # stands for the id of a run that has none yet
-_BYTES_PER_TRAINED = 12  # fp32 weight and the two moments of AdamW
 _PATHS = (
     "model",
     "data",
@@ -48,9 +54,10 @@ _PATHS = (
     "chat_template",
     "init_adapter",
     "revision",
+    "verifier",
+    "replay",
 )  # their content counts, not their names
 _FEW_STEPS = 10
-_FSDP_SHARE = 0.6  # of a rank's memory that its own copy of all weights may take
 
 
 def make_plan(
@@ -61,20 +68,12 @@ def make_plan(
     if request.config is None:
         raise Problems(found.problems)
     config, sources = request.config, dict(request.sources)
-    found.problems += contradictions(config, request.set_by_user)
-    for name in idle_at_size_one(config, request.set_by_user):
-        found.warn("idle_setting", f"{name} has no effect with one rank")
-    found.problems += preflight.missing_files(config)
-    preflight.check_written(config, found)
-    found.problems += preflight.stored_secrets(dataclasses.asdict(config), machine.environ)
-    device = preflight.choose_device(config.device, machine, found)
-    if device == "cpu" and "deterministic" in request.set_by_user:
-        found.warn(
-            "idle_setting", "deterministic has no effect on the cpu, which is so at a fixed number of threads"
-        )
+    device = _check_settings(config, request, machine, found)
     devices = preflight.devices_of_ranks(device, config.num_gpus, machine, found)
+    engines = engine_places(config, device, machine, found)
     model = preflight.find_model(config, verify_model, found)
-    config = _decided(config, sources, device, devices, model, machine, cwd)
+    config = decided(config, sources, Place(device, devices, engines, model, machine, cwd))
+    _check_decided(config, request, machine, found)
     data = {
         "files": preflight.find_data(config.data, found),
         "eval_files": preflight.find_data(preflight.held_out_sources(config), found),
@@ -90,7 +89,7 @@ def make_plan(
         "settings": _with_sources(config, sources),
         "model": _model_section(model, config),
         "data": data,
-        "parallel": _parallel_section(config, request, devices),
+        "parallel": _parallel_section(config, request, devices, engines),
         "arithmetic": _arithmetic(config, data, found),
         "estimates": _estimates(config, model, found),
         "identity": identity,
@@ -102,57 +101,36 @@ def make_plan(
     return finished(plan, found), found
 
 
+def _check_settings(config: RunConfig, request: Request, machine: Machine, found: Findings) -> str:
+    """Check what the settings say by themselves; return the device."""
+    found.problems += contradictions(config, request.set_by_user)
+    for name in idle_at_size_one(config, request.set_by_user):
+        found.warn("idle_setting", f"{name} has no effect with one rank")
+    found.problems += preflight.missing_files(config)
+    preflight.check_written(config, found)
+    found.problems += preflight.stored_secrets(dataclasses.asdict(config), machine.environ)
+    device = preflight.choose_device(config.device, machine, found)
+    if device == "cpu" and "deterministic" in request.set_by_user:
+        found.warn(
+            "idle_setting", "deterministic has no effect on the cpu, which is so at a fixed number of threads"
+        )
+    return device
+
+
+def _check_decided(config: RunConfig, request: Request, machine: Machine, found: Findings) -> None:
+    """Check what shows only when nothing is left open: a decided value may contradict one that was asked for."""
+    known = {error.message for error in found.problems}
+    found.problems += [
+        error
+        for error in contradictions(config, request.set_by_user)
+        if error.code == "settings_conflict" and error.message not in known
+    ]
+    check_grpo(config, config.device, machine, found)
+
+
 def finished(plan: dict[str, Any], found: Findings) -> dict[str, Any]:
     """Return the plan with the warnings so far."""
     return plan | {"warnings": [{"hint_id": code, "text": text} for code, text in found.warnings]}
-
-
-def _decided(
-    config: RunConfig,
-    sources: dict[str, str],
-    device: str,
-    devices: list[Device],
-    model: ModelFound | None,
-    machine: Machine,
-    cwd: Path,
-) -> RunConfig:
-    """Return the config with every auto and none decided; `sources` learns which values are the plan's."""
-    context = model.facts.context if model else DEFAULT_MAX_LENGTH
-    bf16 = machine.cpu_bf16 if device == "cpu" else all(item.has_bf16 for item in devices)
-    choices: dict[str, Any] = {
-        "device": device,
-        "out": str(cwd / "runs" / RUN_ID),
-        "dtype": "bf16" if bf16 else "fp32",
-        "attention": "sdpa" if device == "cuda" else "short_rows",
-        "gradient_checkpointing": device == "cuda",
-        "parallel": _parallel(config, device, devices, model, machine),
-        "max_length": min(context, DEFAULT_MAX_LENGTH),
-        "threads": _threads(config.num_gpus, machine),
-        "micro_batch_tokens": DEFAULT_FORWARD_TOKENS[device],
-    }
-    with contextlib.suppress(FinetuneError):  # reported with the contradictions
-        choices["global_batch_size"] = global_batch(config)
-    undecided = {name: value for name, value in choices.items() if getattr(config, name) in ("auto", None)}
-    sources.update(dict.fromkeys(undecided, "plan"))
-    return dataclasses.replace(config, **undecided)
-
-
-def _parallel(
-    config: RunConfig, device: str, devices: list[Device], model: ModelFound | None, machine: Machine
-) -> str:
-    """Return ddp, or fsdp2 where whole copies of the weights (in full tuning of the optimizer too) would crowd the memory."""
-    if config.num_gpus == 1 or model is None:
-        return "ddp"
-    per_parameter = 4 + _BYTES_PER_TRAINED if config.tuning == "full" else 2
-    needed = model.facts.parameters * per_parameter
-    sizes = [item.memory_bytes for item in devices if item.memory_bytes]
-    available = min(sizes, default=0) if device == "cuda" else machine.memory_bytes // config.num_gpus
-    return "fsdp2" if available and needed > _FSDP_SHARE * available else "ddp"
-
-
-def _threads(num_ranks: int, machine: Machine) -> int:
-    asked = machine.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) > 0 else max(1, machine.cores // num_ranks)
 
 
 def _with_sources(config: RunConfig, sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -176,7 +154,9 @@ def _model_section(model: ModelFound | None, config: RunConfig) -> dict[str, Any
     } | facts
 
 
-def _parallel_section(config: RunConfig, request: Request, devices: list[Device]) -> dict[str, Any]:
+def _parallel_section(
+    config: RunConfig, request: Request, devices: list[Device], engines: list[EnginePlace]
+) -> dict[str, Any]:
     """Return how ranks share the work. A plan without this section (of an older version) means: in this process."""
     kind = "single" if config.num_gpus == 1 else config.parallel
     profile = request.profile.fingerprint if request.profile else None
@@ -187,6 +167,7 @@ def _parallel_section(config: RunConfig, request: Request, devices: list[Device]
         "device": config.device,
         "devices": names,
         "profile": profile,
+        "engines": [dataclasses.asdict(engine) for engine in engines],
     }
 
 
@@ -223,6 +204,21 @@ def batch_arithmetic(
         "rows_per_rank": None if batch is None else math.ceil(batch / config.num_gpus),
         "rows_per_forward": None if batch is None else rows_per_forward(config),
         "steps": steps,
+    } | _groups(config, batch, steps)
+
+
+def _groups(config: RunConfig, batch: int | None, steps: int | None) -> dict[str, Any]:
+    """Return what a batch is made of where it holds rollouts: prompts, each answered group_size times."""
+    if not isinstance(config, GrpoConfig):
+        return {}
+    prompts: int | None = None
+    with contextlib.suppress(FinetuneError):
+        prompts = prompts_per_batch(config)
+    return {
+        "rollouts_per_batch": batch,
+        "prompts_per_batch": prompts,
+        "group_size": config.group_size,
+        "batches": None if steps is None else math.ceil(steps / config.passes),
     }
 
 
@@ -230,7 +226,7 @@ def _estimates(config: RunConfig, model: ModelFound | None, found: Findings) -> 
     """Return bytes on disk and, once the full checks ran, in memory."""
     if model is None:
         return {"disk_bytes": None, "memory_bytes_per_rank": None}
-    checkpoint = num_trainable(config, model.source) * _BYTES_PER_TRAINED
+    checkpoint = num_trainable(config, model.source) * BYTES_PER_TRAINED
     needed = checkpoint * (config.checkpoints_kept + 2)  # the best one and the final adapter besides
     free = preflight.check_disk(Path(config.out), needed, found)
     return {"disk_bytes": needed, "free_disk_bytes": free, "memory_bytes_per_rank": None}
@@ -257,7 +253,13 @@ def _identity(
         "chat_template": _content_of(config.chat_template),
         "init_adapter": _adapter_digest(config.init_adapter),
         "profile": request.profile.fingerprint if request.profile else None,
-    }
+    } | _content_of_grpo(config)
+
+
+def _content_of_grpo(config: RunConfig) -> dict[str, Any]:
+    if not isinstance(config, GrpoConfig):
+        return {}
+    return {"verifier": verifier_content(config.verifier), "replay": replay_digest(config.replay)}
 
 
 def _content(files: list[dict[str, Any]]) -> list[str]:
@@ -314,7 +316,7 @@ def launch_environment(
         extra["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     if config.deterministic and config.device == "cuda":
         extra["CUBLAS_WORKSPACE_CONFIG"] = environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    return child_environment(environ, extra)
+    return child_environment(environ, waiting_threads(config, environ) | extra)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[dict[str, Any]]:

@@ -97,6 +97,10 @@ def choose_device(asked: str, machine: Machine, found: Findings) -> str:
 def devices_of_ranks(device: str, num_gpus: int, machine: Machine, found: Findings) -> list[Device]:
     """Return the devices that the ranks get, the first visible ones in their order; none on the cpu."""
     if device == "cpu":
+        if num_gpus > machine.cores:
+            found.warn(
+                "oversubscribed", f"{num_gpus} ranks share {machine.cores} cores: they wait for each other"
+            )
         return []
     if num_gpus > len(machine.devices):
         text = f"num_gpus: {num_gpus} asked for, {len(machine.devices)} visible; lower --num-gpus"

@@ -8,20 +8,48 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from agent.verifying import verifier_file
 from finetune.config import RunConfig
 from finetune.errors import FinetuneError, Problems
-from finetune.knobs import build, from_text, knobs
-from finetune.methods import Method, method_named
+from finetune.knobs import Knob, build, from_text, knobs
+from finetune.methods import METHODS, Method, method_named
 from finetune.parallel.profile import Profile, read_profile
 
 _PATH_LIKE = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jinja", ".py", ".yaml", ".yml", ".txt")
 _WEIGHT = re.compile(r":\d+(\.\d+)?$")
+
+
+class _RepeatedKey(ValueError):
+    """A config file sets one setting twice; `-` and `_` in names are the same."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as usual, but a key that stands twice is an error: which value was meant nobody knows."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [(key.value, key.start_mark.line + 1) for key, _ in node.value if isinstance(key.value, str)]
+        _refuse_repeated(keys)
+        return super().construct_mapping(node, deep)
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _refuse_repeated([(name, None) for name, _ in pairs])
+    return dict(pairs)
+
+
+def _refuse_repeated(keys: list[tuple[str, int | None]]) -> None:
+    seen: set[str] = set()
+    for key, line in keys:
+        name = key.replace("-", "_")
+        if name in seen:
+            raise _RepeatedKey(f"{key} stands there twice" + (f", again in line {line}" if line else ""))
+        seen.add(name)
 
 
 @dataclass
@@ -51,7 +79,9 @@ def understand(flags: dict[str, Any], cwd: Path) -> Request:
     name = flags.pop("method", None) or file_values.pop("method", None)
     file_values.pop("method", None)
     if name is None:
-        raise FinetuneError("usage", "method: required, give --method (sft)", setting="method")
+        raise FinetuneError(
+            "usage", f"method: required, give --method {' or '.join(METHODS)}", setting="method"
+        )
     method = method_named(name)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -65,6 +95,12 @@ def understand(flags: dict[str, Any], cwd: Path) -> Request:
         _add(values, sources, "checkpoint", _adapter_values(Path(values["init_adapter"]), problems))
     config = _built(method, values, problems)
     return Request(method, config, sources, profile, problems)
+
+
+def method_in(path: str, cwd: Path) -> str | None:
+    """Return the method that a config file names, None where it names none or cannot be read."""
+    name = _read_settings(path, cwd, []).get("method")
+    return name if isinstance(name, str) else None
 
 
 def _add(values: dict[str, Any], sources: dict[str, str], source: str, layer: dict[str, Any]) -> None:
@@ -94,26 +130,20 @@ def _read_settings(path: str | None, cwd: Path, problems: list[FinetuneError]) -
     file = absolute(path, cwd)
     try:
         text = Path(file).read_text(encoding="utf-8-sig")
-        value = json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
+        value = (
+            json.loads(text, object_pairs_hook=_unrepeated)
+            if file.endswith(".json")
+            else yaml.load(text, _Loader)
+        )
+        if not isinstance(value, dict):
+            raise ValueError("expected names and values")
     except OSError as error:
         problems.append(FinetuneError("file_missing", f"config: {error}", setting="config", file=file))
         return {}
     except (ValueError, yaml.YAMLError) as error:
-        problems.append(
-            FinetuneError(
-                "bad_value",
-                f"config {file}: {' '.join(str(error).split())[:300]}",
-                setting="config",
-                file=file,
-            )
-        )
-        return {}
-    if not isinstance(value, dict):
-        problems.append(
-            FinetuneError(
-                "bad_value", f"config {file}: expected names and values", setting="config", file=file
-            )
-        )
+        code = "duplicate_key" if isinstance(error, _RepeatedKey) else "bad_value"
+        reason = " ".join(str(error).split())[:300]
+        problems.append(FinetuneError(code, f"config {file}: {reason}", setting="config", file=file))
         return {}
     if "plan_id" in value:
         return chosen_values(value) | {"method": value["method"]}
@@ -213,7 +243,7 @@ def _located(method: Method, values: dict[str, Any], cwd: Path) -> dict[str, Any
     for name in ("model", "domain", "chat_template"):
         if isinstance(values.get(name), str):
             located[name] = where(values[name], cwd)
-    for name in ("init_adapter", "profile"):
+    for name in ("init_adapter", "profile", "replay"):
         if isinstance(values.get(name), str):
             located[name] = absolute(values[name], cwd)
     if isinstance(values.get("out"), str) and values["out"] != "auto":
@@ -222,7 +252,25 @@ def _located(method: Method, values: dict[str, Any], cwd: Path) -> dict[str, Any
         sources = from_text(items[name], values[name]) if name in values else None
         if isinstance(sources, list):
             located[name] = [where(source, cwd) if isinstance(source, str) else source for source in sources]
-    return located
+    if isinstance(python := values.get("vllm_python"), str) and "/" in python:  # else a program on PATH
+        located["vllm_python"] = absolute(python, cwd)
+    return located | (
+        _verifiers(items.get("verifier"), values["verifier"], cwd) if "verifier" in values else {}
+    )
+
+
+def _verifiers(item: Knob | None, given: Any, cwd: Path) -> dict[str, Any]:
+    """Return the verifiers with the path of each file made absolute; what is no list of texts is refused later."""
+    specs = from_text(item, given) if item else None
+    if not isinstance(specs, list):
+        return {}
+    files = [verifier_file(spec) if isinstance(spec, str) else None for spec in specs]
+    return {
+        "verifier": [
+            str(replace(own, file=absolute(own.file, cwd))) if own else spec
+            for own, spec in zip(files, specs, strict=True)
+        ]
+    }
 
 
 def absolute(path: str, cwd: Path) -> str:

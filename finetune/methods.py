@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.config import RunConfig, SftConfig
+from finetune.config import GrpoConfig, RunConfig, SftConfig
 from finetune.errors import FinetuneError
 from finetune.knobs import unknown_name
 
@@ -25,7 +25,13 @@ METHODS = {
         SftConfig,
         "finetune.train.sft:train",
         "supervised finetuning on conversations or prompt-completion pairs",
-    )
+    ),
+    "grpo": Method(
+        "grpo",
+        GrpoConfig,
+        "finetune.train.grpo:train",
+        "reinforcement learning on completions that the policy samples itself, scored by a verifier",
+    ),
 }
 
 

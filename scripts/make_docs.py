@@ -37,6 +37,19 @@ def settings_table() -> str:
     return _table(("flag", "values", "default", "meaning"), rows)
 
 
+def grpo_settings_table() -> str:
+    """The settings that grpo has besides those of sft, or with another default."""
+    common = {_setting(item) for item in knobs(METHODS["sft"].config)}
+    return _table(
+        ("flag", "values", "default", "meaning"),
+        [row for item in knobs(METHODS["grpo"].config) if (row := _setting(item)) not in common],
+    )
+
+
+def methods_table() -> str:
+    return _table(("method", "what it does"), [(f"`{item.name}`", item.summary) for item in METHODS.values()])
+
+
 def _setting(item: Knob) -> tuple[str, str, str, str]:
     values = ", ".join(map(str, item.choices)) or {bool: "on/off", str: "text"}.get(
         item.kind, item.kind.__name__
@@ -68,7 +81,9 @@ def hints_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "methods": methods_table,
     "settings": settings_table,
+    "settings-grpo": grpo_settings_table,
     "exit-codes": exit_codes_table,
     "hints": hints_table,
 }

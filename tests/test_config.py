@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 
-from finetune.config import (
-    SftConfig,
+from finetune.config import SftConfig
+from finetune.errors import FinetuneError
+from finetune.knobs import build
+from finetune.methods import method_named
+from finetune.rules import (
     contradictions,
     forward_tokens,
     global_batch,
@@ -13,9 +16,6 @@ from finetune.config import (
     rows_per_forward,
     steps_of,
 )
-from finetune.errors import FinetuneError
-from finetune.knobs import build
-from finetune.methods import method_named
 
 
 def config(**settings: Any) -> SftConfig:

@@ -4,16 +4,22 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from agent.folder import RunFolder, check_against_schema
 from agent.processes import wait_until
 from agent.render import MOST_CHARACTERS
+from agent.system import Device, Machine
 
 STANDIN = [sys.executable, str(Path(__file__).with_name("standin.py"))]
 SLOW = "steps:50,pause:0.2"
+CPU = Machine("here", 8, 32 << 30, 16 << 30, cpu_bf16=True)
+GPUS = tuple(Device(str(index), "H", 80 << 30, 79 << 30) for index in (0, 1, 2, 3))
+CUDA = replace(CPU, devices=GPUS)
 TINY = ["--method", "sft", "--model", "builtin:tiny", "--device", "cpu"]
+GRPO = ["--method", "grpo", *TINY[2:]]
 
 
 def checked(text: str, code: int) -> dict[str, Any]:

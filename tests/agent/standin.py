@@ -65,7 +65,9 @@ def train(run_dir: Path) -> int:
             raise RuntimeError(how["crash"] or "a failure that nobody knows")
         if "die" in how and step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        journal.metrics(step, loss=1.0 / step, grad_norm=1.0, step_s=0.01, tokens_per_s=10.0, num_steps=steps)
+        more = {"reward_mean": step / 10, "truncated_share": 0.5} if plan["method"] == "grpo" else {}
+        figures = {"loss": 1.0 / step, "grad_norm": 1.0, "step_s": 0.01, "tokens_per_s": 10.0} | more
+        journal.metrics(step, num_steps=steps, **figures)
         if (asked and "deaf" not in how) or step == steps:
             save(run_dir, step)
             result["steps"] = step

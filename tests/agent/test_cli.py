@@ -18,10 +18,10 @@ from agent.commands import VERBS
 from agent.folder import RunFolder, check_against_schema, write_document
 from agent.states import first_state
 from agent.system import Device, read_machine
-from finetune.errors import EXIT_CODES
-from finetune.knobs import knobs
-from finetune.methods import METHODS
-from tests.agent.calls import TINY, checked
+from agent.verifying import NAMES
+from finetune.domains.answers import BUILTINS
+from finetune.errors import EXIT_CODES, FinetuneError
+from tests.agent.calls import GRPO, TINY, checked
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = [sys.executable, str(ROOT / "scripts" / "run_finetune_local.py")]
@@ -93,68 +93,33 @@ def test_help_lists_every_verb_and_exit_code(capsys: pytest.CaptureFixture[str])
     )
 
 
-def test_help_hides_the_advanced_settings_and_help_all_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = {}
-    for flag in ("--help", "--help-all"):
-        with pytest.raises(SystemExit) as left:
-            cli.main(["run", flag])
-        assert left.value.code == 0
-        shown[flag] = capsys.readouterr().out
-    items = knobs(METHODS["sft"].config)
-    for item in items:
-        assert re.search(rf"^  {item.flag}[ ,]", shown["--help-all"], re.MULTILINE), item.flag
-        assert bool(re.search(rf"^  {item.flag}[ ,]", shown["--help"], re.MULTILINE)) == (not item.advanced)
-    assert sum(not item.advanced for item in items) <= 40
-
-
-# Settings that take more than any text.
-WRITTEN = {
-    "domain": "math",
-    "chat_template": "chatml",
-    "chat_template_args": "thinking=false",
-    "map": "prompt=question",
-}
-
-
-def changed(item: Any) -> list[str]:
-    """Return a flag that sets a setting to another value than its default."""
-    if item.kind is bool:
-        return [item.flag if not item.default else "--no-" + item.flag[2:]]
-    if item.choices:
-        return [item.flag, str(next(choice for choice in item.choices if choice != item.default))]
-    if item.kind is str:
-        return [item.flag, WRITTEN.get(item.name, "other")]
-    return [item.flag, str((item.default / 2 or 0.5) if item.kind is float else (item.default or 8) + 1)]
-
-
-# These name files or need others beside them; test_request.py and test_plan.py have them.
-ELSEWHERE = {
-    "model",
-    "data",
-    "eval_data",
-    "profile",
-    "init_adapter",
-    "revision",
-    "lora_targets",
-    "device",
-    "deterministic",
-}
-BESIDE = {"early_stopping": ["--eval-every", "1"]}
-
-
-@pytest.mark.parametrize(
-    "item",
-    [item for item in knobs(METHODS["sft"].config) if item.name not in ELSEWHERE],
-    ids=lambda item: item.name,
-)
-def test_every_flag_reaches_the_plan(item: Any, command: Any, rows: Path, tmp_path: Path) -> None:
-    beside = ["--data", str(rows), *BESIDE.get(item.name, [])]
-    beside += [] if item.name == "out" else ["--out", str(tmp_path / "o")]
-    answer, code = command("plan", *TINY, *beside, *changed(item))
+def test_a_verifier_to_start_from_is_written_once(command: Any, tmp_path: Path, rows: Path) -> None:
+    path = tmp_path / "mine.py"
+    answer, code = command("verifier-skeleton", str(path))
     assert code == 0, answer["summary"]
-    setting = answer["data"]["settings"][item.name]
-    assert setting["source"] == "user"
-    assert setting["value"] != item.default
+    spec = answer["data"]["verifier"]
+    assert spec.startswith(f"{path}:")
+    before = path.read_text()
+    assert command("verifier-skeleton", str(path))[1] == 0
+    flags = ["--engine", "local", "--data", str(rows), "--verifier", spec]
+    assert command("plan", *GRPO, *flags)[1] == 0
+    path.write_text(before + "# mine\n")
+    answer, code = command("verifier-skeleton", str(path))
+    assert (code, answer["errors"][0]["code"]) == (7, "target_exists")
+    assert path.read_text() == before + "# mine\n"
+    assert command("verifier-skeleton", str(tmp_path / "mine.txt"))[1] == 2
+
+
+def test_known_verifiers_are_those_of_the_engine() -> None:
+    assert set(NAMES) == {"auto", "domain", *BUILTINS}
+
+
+def test_logs_of_an_engine_are_named(command: Any, run_dir: Path) -> None:
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs" / "vllm-0-0.log").write_text("ready\n")
+    answer, code = command("logs", str(run_dir), "--file", "vllm-0-0.log")
+    assert (code, answer["data"]["lines"][0], answer["data"]["files"]) == (0, "ready", ["vllm-0-0.log"])
+    assert command("logs", str(run_dir), "--file", "vllm-0-0.log", "--rank", "0")[1] == 2
 
 
 def test_unknown_and_repeated_flags_are_refused_together(refused: Any, rows: Path) -> None:
@@ -284,12 +249,29 @@ def test_the_doctor_is_quiet_about_the_values_of_secrets(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "k_TEST")
     monkeypatch.setattr(
-        "agent.verbs._broken_imports", lambda context: []
+        "agent.verbs._broken_imports", lambda context, names: []
     )  # importing torch takes seconds: test_end_to_end does it
     answer, code = command("doctor")
     assert code == 0
     assert "WANDB_API_KEY" in answer["data"]["secrets_present"]
     assert "k_TEST" not in json.dumps(answer)
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_the_doctor_says_whether_there_is_an_engine(
+    command: Any, monkeypatch: pytest.MonkeyPatch, is_installed: bool
+) -> None:
+    """A vLLM that is missing or does not import is a warning: the rest works without it."""
+    broken = FinetuneError("broken_package", "the package vllm cannot be imported: it is odd")
+    monkeypatch.setattr("agent.verbs.vllm_packages", lambda: {"vllm": "0.33.0"} if is_installed else {})
+    monkeypatch.setattr(
+        "agent.verbs._broken_imports", lambda context, names: [broken] if names == ("vllm",) else []
+    )
+    answer, code = command("doctor")
+    assert code == 0
+    assert answer["data"]["engine"] == ("vllm 0.33.0" if is_installed else None)
+    text = next(item["text"] for item in answer["warnings"] if item["hint_id"] == "no_engine")
+    assert ("it is odd" if is_installed else "not installed") in text
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,12 @@ def test_a_step_without_figures_shows_none() -> None:
     assert figures({"step": 1, "loss": None}) == ""
 
 
+def test_a_step_on_rollouts_begins_with_the_reward() -> None:
+    figured = line(1, loss=0.0, reward_mean=0.25, truncated_share=0.125, eval_accuracy=0.5)
+    assert figures(figured) == "reward 0.250  held-out 0.500  cut 12%  loss 0.0000  120 tok/s  3.0 GiB"
+    assert figures({"reward_mean": 0.0, "truncated_share": 0.0}) == "reward 0.000"
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(None, "?"), (59.9, "0m59s"), (61, "1m01s"), (7322, "2h02m")])
 def test_durations(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text

@@ -48,9 +48,8 @@ def test_hints_are_whole_sentences() -> None:
 def test_flags_and_verbs_named_in_hints_exist() -> None:
     known: set[str] = set()
     for name, verb in VERBS.items():
-        known |= set(
-            make_parser(name, METHODS["sft"] if verb.takes_settings else None)._option_string_actions
-        )
+        for method in METHODS.values() if verb.takes_settings else (None,):
+            known |= set(make_parser(name, method)._option_string_actions)
     foreign = {"--shm-size", "--ipc"}  # of docker
     texts = [entry.cause + entry.fix + entry.confirm for entry in hints().values()] + [
         known.cause for known in patterns()
@@ -103,6 +102,17 @@ def test_without_times_the_log_that_ended_first_is_the_earliest(tmp_path: Path) 
     found = earliest_traceback(tmp_path)
     assert found is not None
     assert found.error == "ValueError: rank1.log"
+
+
+def test_an_engines_log_is_asked_last(tmp_path: Path) -> None:
+    (tmp_path / "vllm-0-0.log").write_text("2026-01-01 10:00:00 x\n" + traceback_of("KeyError: 'engine'"))
+    found = earliest_traceback(tmp_path)
+    assert found is not None
+    assert found.error == "KeyError: 'engine'"
+    (tmp_path / "rank0.log").write_text("2026-01-01 10:00:09 x\n" + traceback_of("KeyError: 'rank'"))
+    found = earliest_traceback(tmp_path)
+    assert found is not None
+    assert found.error == "KeyError: 'rank'"
 
 
 def test_progress_bars_do_not_hide_an_error(tmp_path: Path) -> None:

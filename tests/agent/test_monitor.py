@@ -21,6 +21,7 @@ from agent.monitor import (
     progress,
     remember_run,
     resumed_from,
+    reward_course,
 )
 from finetune.errors import FinetuneError
 from finetune.records import Journal
@@ -74,6 +75,44 @@ def test_one_odd_step_is_no_bad_health() -> None:
     assert health([line(n, grad_norm=500.0) for n in range(19)]) == []
     assert health([line(n, grad_norm=0.0) for n in range(4)]) == []
     assert health([line(1, loss=0.0)]) == []
+
+
+def test_progress_of_rollouts_shows_rewards_and_every_other_number(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for step, reward in enumerate((0.1, 0.5, 0.3), start=1):
+        journal.metrics(
+            step, loss=0.0, reward_mean=reward, entropy=1.5, rewards={"numeric": reward}, rows=[1]
+        )
+    found = progress(RunFolder(tmp_path))
+    assert found["reward"] == {"last": 0.3, "mean": 0.3, "highest": 0.5}
+    assert found["figures"] == {"reward_mean": 0.3, "entropy": 1.5}
+    assert found["health"] == []  # a loss of 0 is what a first pass has
+    journal.metrics(4, loss=0.0)  # a step of which no rollout was scored
+    assert progress(RunFolder(tmp_path))["reward"]["last"] == 0.3
+
+
+def test_the_course_of_rewards_is_that_of_the_first_and_last_steps(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    assert reward_course(RunFolder(tmp_path)) is None
+    for step in range(1, 21):
+        journal.metrics(step, reward_mean=step / 10)
+    assert reward_course(RunFolder(tmp_path)) == {"first": 0.3, "last": 1.8}
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "good", "hint"),
+    [
+        ("reward_mean", 0.0, 0.1, "no_learning_signal"),
+        ("zero_variance_share", 1.0, 0.9, "no_learning_signal"),
+        ("truncated_share", 1.0, 0.9, "no_learning_signal"),
+        ("mismatch_k3", 0.011, 0.01, "sampler_mismatch"),
+        ("entropy", 0.009, 0.01, "low_entropy"),
+    ],
+)
+def test_bad_health_of_rollouts_takes_many_steps(name: str, bad: float, good: float, hint: str) -> None:
+    assert [item["hint_id"] for item in health([line(n, **{name: bad}) for n in range(20)])] == [hint]
+    assert health([line(n, **{name: bad}) for n in range(19)]) == []
+    assert health([line(n, **{name: good if n == 7 else bad}) for n in range(20)]) == []
 
 
 def test_the_tail_gives_each_line_once_and_whole(tmp_path: Path) -> None:

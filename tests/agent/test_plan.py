@@ -12,11 +12,8 @@ import pytest
 from agent.plan import differences, launch_environment, make_plan, read_plan
 from agent.preflight import Findings
 from agent.request import understand
-from agent.system import Device, Machine
-
-CPU = Machine("here", 8, 32 << 30, 16 << 30, cpu_bf16=True)
-GPUS = tuple(Device(str(index), "H", 80 << 30, 79 << 30) for index in (0, 1, 2, 3))
-CUDA = replace(CPU, devices=GPUS)
+from agent.system import Machine
+from tests.agent.calls import CPU, CUDA, GPUS
 
 Maker = Callable[..., tuple[dict[str, Any], Findings]]
 
@@ -185,6 +182,12 @@ def test_the_cpu_is_a_choice_or_a_warning(planned: Maker) -> None:
     assert "cpu_training" in [code for code, _ in planned()[1].warnings]
     assert "cpu_training" not in [code for code, _ in planned(device="cpu")[1].warnings]
     assert not planned(replace(CPU, missing="hidden"), device="cpu")[1].problems
+
+
+def test_more_ranks_than_cores_are_a_warning(planned: Maker) -> None:
+    assert "oversubscribed" in [code for code, _ in planned(num_gpus="9")[1].warnings]
+    assert "oversubscribed" not in [code for code, _ in planned(num_gpus="8")[1].warnings]
+    assert not planned(num_gpus="9")[1].problems
 
 
 def test_weights_that_crowd_a_rank_are_sharded(planned: Maker) -> None:

@@ -61,11 +61,36 @@ def test_a_config_file_that_cannot_be_read(tmp_path: Path, text: str | None, cod
     assert [error.code for error in understand(BASE | {"config": "c.yaml"}, tmp_path).problems] == [code]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("c.yaml", "seed: 1\nepochs: 2\nseed: 2\n", "seed stands there twice, again in line 3"),
+        ("c.yaml", "learning-rate: 1e-3\nlearning_rate: 1e-4\n", "learning_rate stands there twice"),
+        ("c.json", '{"seed": 1, "seed": 1}', "seed stands there twice"),
+    ],
+)
+def test_a_setting_that_a_config_file_gives_twice_is_refused(
+    tmp_path: Path, name: str, text: str, words: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    problems = understand(BASE | {"config": name}, tmp_path).problems
+    assert [(error.code, error.evidence["setting"]) for error in problems] == [("duplicate_key", "config")]
+    assert words in problems[0].message
+
+
+def test_a_config_file_may_use_all_of_yaml(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("data: &rows [builtin:arithmetic]\neval_data: *rows\nmap: []\n")
+    request = understand({"method": "sft", "model": "builtin:tiny", "config": "c.yaml"}, tmp_path)
+    assert not request.problems
+    assert request.config is not None
+    assert request.config.eval_data == request.config.data == ["builtin:arithmetic"]
+
+
 def test_a_method_is_needed_and_must_exist(tmp_path: Path) -> None:
     with pytest.raises(FinetuneError, match="--method"):
         understand({"model": "builtin:tiny"}, tmp_path)
-    with pytest.raises(FinetuneError, match="there are: sft"):
-        understand({"method": "grpo"}, tmp_path)
+    with pytest.raises(FinetuneError, match="there are: sft, grpo"):
+        understand({"method": "ppo"}, tmp_path)
 
 
 def profile(folder: Path, text: str) -> str:

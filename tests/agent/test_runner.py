@@ -56,6 +56,19 @@ def test_the_same_command_again_changes_nothing(
     assert (code, resumed["data"]["already_complete"]) == (0, True)
 
 
+def test_a_run_on_rollouts_tells_its_rewards(standin: Standin, flags: list[str], folder: RunFolder) -> None:
+    wanted = [*flags, "--method", "grpo", "--engine", "local", "--max-steps", "12"]
+    answer, code = standin("run", *wanted[2:])
+    assert (code, answer["status"]) == (0, "succeeded")
+    assert answer["data"]["reward"] == {"first": 0.3, "last": 1.0}
+    assert answer["summary"] == "12 steps, reward 0.3 -> 1"
+    assert re.search(r"step 12/12  reward 1\.200  cut 50%  loss", standin.stderr)
+    shown, code = standin("status", str(folder.path))
+    assert (code, shown["data"]["figures"]["truncated_share"]) == (0, 0.5)
+    assert shown["data"]["reward"]["highest"] == 1.2
+    assert standin("resume", str(folder.path))[0]["data"]["already_complete"]
+
+
 @pytest.mark.parametrize("code", ["non_finite", "out_of_memory", "too_long"])
 def test_a_failure_has_its_code_its_hint_and_no_adapter(
     standin: Standin, flags: list[str], folder: RunFolder, code: str
