@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from finetune.config import RunConfig, forward_tokens, global_batch, rows_per_forward, steps_of
+from finetune.config import GrpoConfig, RunConfig
 from finetune.data.batches import Budget, input_length, rank_microbatches, step_rows
 from finetune.data.chat import ChatFormat
 from finetune.data.prepare import (
@@ -42,7 +42,10 @@ from finetune.model.policy import DTYPES, Policy, build_policy, check_head
 from finetune.model.source import Source, model_digest, model_facts, resolve_source, target_problems
 from finetune.parallel.world import World
 from finetune.records import jsonable, to_json, write_atomically
-from finetune.rollout.local import Sampling, generate
+from finetune.rollout.engine import Sampling
+from finetune.rollout.local import generate
+from finetune.rules import forward_tokens, global_batch, rows_per_forward, steps_of
+from finetune.train.grpo_checks import check_verifiers, largest_forward
 from finetune.train.held_out import HeldOut, evaluate_held_out
 
 SAMPLED_STEPS = 50  # steps of which the largest forward is sought
@@ -79,11 +82,15 @@ def check_run(request: Request) -> Answer:
         check_head(policy)
     with found.collecting():
         prepared, folder, reused = _prepared(request, source, tokenizer)
+        checked = check_verifiers(config, prepared) if isinstance(config, GrpoConfig) else None
     if found.problems:
         raise Problems(found.problems)
     warnings = prepared.warnings + model_warnings(tokenizer, prepared.report["stop_token_ids"])
     if reused:
         warnings.append(("prepared_reused", f"the rows were prepared before from the same content: {folder}"))
+    if checked is not None and checked.unchecked:
+        text = f"no right answer is known to check {', '.join(checked.unchecked)} with: only the form of its values was"
+        warnings.append(("verifier_not_checked", text))
     parts = forecast(source, config, _largest_workload(config, prepared, source))
     return {
         "prepared": str(folder) if folder else None,
@@ -94,6 +101,7 @@ def check_run(request: Request) -> Answer:
         "num_eval_rows": len(prepared.eval_rows),
         "steps": steps_of(config, len(prepared.train)),
         "model": {**asdict(facts), "sha256": model_digest(source), "revision": source.revision},
+        "verifiers": checked.scores if checked is not None else None,
         "memory": {"forecast_bytes_per_rank": sum(parts.values()), "parts": parts},
     }, warnings
 
@@ -145,9 +153,14 @@ def _prepared(request: Request, source: Source, tokenizer: Any) -> tuple[Prepare
 
 def _largest_workload(config: RunConfig, prepared: Prepared, source: Source) -> Workload:
     """Return the largest forward that any rank makes in the first steps."""
+    steps = min(SAMPLED_STEPS, steps_of(config, len(prepared.train)))
+    if isinstance(config, GrpoConfig):
+        most, longest = largest_forward(config, prepared, steps)
+        sharded = config.parallel == "fsdp2"
+        return Workload(most, longest, config.num_gpus, sharded, num_trainable(config, source))
     budget = Budget(forward_tokens(config), rows_per_forward(config), getattr(config, "packing", False))
     examples, most, longest = prepared.train, 0, 0
-    for step in range(1, min(SAMPLED_STEPS, steps_of(config, len(examples))) + 1):
+    for step in range(1, steps + 1):
         lengths = {
             row: input_length(examples[row])
             for row in step_rows(config.seed, step, len(examples), global_batch(config))
@@ -204,10 +217,10 @@ def answer_prompts(request: Request) -> Answer:
         for prompt in fields["prompts"]
     ]
     prompts = [chat.prompt(messages) for messages in turns]
-    sampling = Sampling(
-        fields["max_new_tokens"], chat.stop_token_ids, fields["temperature"], request.config.seed
-    )
-    completions = generate(_policy(request, source).to(request.config.device).generator, prompts, sampling)
+    sampling = Sampling(fields["max_new_tokens"], chat.stop_token_ids, fields["temperature"])
+    seeds = [request.config.seed * 1_000_003 + place for place in range(len(prompts))]
+    policy = _policy(request, source).to(request.config.device)
+    completions = generate(policy.generator, prompts, sampling, seeds)
     return {
         "completions": [
             {

@@ -40,7 +40,17 @@ def read_job(run_dir: Path) -> tuple[Job, str]:
     profile = read_profile(config.profile) if config.profile else None
     kind = profile.kind if profile else config.parallel
     sharding = Sharding(kind, profile.reshard, profile.cpu_offload) if profile else Sharding(kind)
-    return Job(config, source, sharding, Path(plan["prepared"]), run_dir), method.train
+    places = plan.get("parallel", {})
+    job = Job(
+        config,
+        source,
+        sharding,
+        Path(plan["prepared"]),
+        run_dir,
+        engines=tuple(places.get("engines", ())),
+        devices=tuple(device["id"] for device in places.get("devices", ())),
+    )
+    return job, method.train
 
 
 def run_rank(run_dir: Path, rank: int, size: int, store: dist.Store | None, stop: StopFlag) -> TrainResult:

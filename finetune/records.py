@@ -84,6 +84,7 @@ class EvalResult:
     accuracy: float | None = None  # mean of the scores that are not None
     scores: list[float | None] = field(default_factory=list)
     row_losses: list[float] = field(default_factory=list)  # mean nll of each row
+    sampled_accuracy: float | None = None  # grpo: of answers at the training's temperature
 
 
 @dataclass(frozen=True)

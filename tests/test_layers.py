@@ -13,22 +13,31 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("finetune", "agent")
 # A file may import any file that stands before it. A file that is not named here fails.
 ORDER = """
-finetune.errors finetune.records finetune.knobs finetune.config finetune.methods
-finetune.data.conversation finetune.data.arguments finetune.data.formats finetune.data.rows finetune.data.template
+finetune.errors finetune.records finetune.knobs finetune.config finetune.rules finetune.methods
+finetune.boxes.launching finetune.boxes.process finetune.boxes.bubblewrap
+finetune.data.conversation finetune.data.arguments finetune.data.formats finetune.data.reasoning finetune.data.rows
+finetune.data.template
 finetune.data.tokens finetune.data.chat finetune.data.split
-finetune.domains.base finetune.domains.text finetune.domains.math finetune.domains.registry
-finetune.data.account finetune.data.store finetune.data.prepare finetune.data.batches
+finetune.domains.base finetune.domains.text finetune.domains.math finetune.domains.reasoning finetune.domains.registry
+finetune.domains.prompts
+finetune.domains.python_tests finetune.domains.answers finetune.domains.judging finetune.domains.workers
+finetune.domains.verifiers finetune.domains.checking
+finetune.data.account finetune.data.store finetune.data.preparation finetune.data.prompts finetune.data.prepare finetune.data.batches
 finetune.parallel.world finetune.parallel.profile finetune.parallel.shard
 finetune.model.catalogue finetune.model.source finetune.model.footprint finetune.model.attention
 finetune.model.builtin finetune.model.adapter finetune.model.lora finetune.model.logprobs finetune.model.policy
 finetune.model.optimizer finetune.model.checkpoint finetune.model.card finetune.model.export finetune.model.whole
-finetune.rollout.local
-finetune.train.metrics finetune.train.losses finetune.train.evaluate finetune.train.held_out finetune.train.step
-finetune.train.sft
+finetune.rollout.engine finetune.rollout.local finetune.rollout.guard finetune.rollout.serverlog
+finetune.rollout.server finetune.rollout.answers finetune.rollout.control finetune.rollout.slots finetune.rollout.vllm
+finetune.rollout.weights finetune.rollout.versions finetune.rollout.canary finetune.rollout.proving finetune.rollout.sync finetune.rollout.fleet finetune.rollout.ledger
+finetune.train.metrics finetune.train.corrections finetune.train.losses finetune.train.advantages
+finetune.train.evaluate finetune.train.held_out finetune.train.step finetune.train.result
+finetune.train.rollouts finetune.train.policy_step finetune.train.delivery finetune.train.source
+finetune.train.sft finetune.train.grpo finetune.train.grpo_checks
 finetune.probe finetune.rank finetune.launch
-agent.environment agent.processes agent.system agent.folder agent.states agent.hints agent.manifest agent.request
-agent.preflight agent.plan agent.monitor agent.render agent.console agent.probing agent.attempt
-agent.runner agent.control agent.jobs agent.verbs agent.commands agent.cli
+agent.environment agent.processes agent.system agent.folder agent.states agent.hints agent.manifest agent.verifying
+agent.request agent.preflight agent.engines agent.decisions agent.plan agent.monitor agent.render agent.console agent.probing agent.attempt
+agent.words agent.runner agent.control agent.jobs agent.verbs agent.commands agent.cli
 """.split()
 PLACE = {module: place for place, module in enumerate(ORDER)}
 # Where a heavy library may be imported: a module by its full name, or a package by its name and a dot.
@@ -39,7 +48,7 @@ DOORS = {
     "rich": ("agent.console",),
 }
 HEAVY = {"torch", "transformers", "peft", "accelerate", "trl", "tokenizers", "safetensors"}
-CATCHES_ALL = {"finetune.errors", "finetune.rank", "finetune.probe", "agent.runner"}
+CATCHES_ALL = {"finetune.errors", "finetune.domains.judging", "finetune.rank", "finetune.probe", "agent.runner"}
 VAGUE = re.compile(r"(^|_)(utils?|helpers?|common|misc|managers?)(_|$)")
 FILES = sorted(path for top in PACKAGES for path in (ROOT / top).rglob("*.py") if path.name != "__init__.py")
 SOURCES = sorted(

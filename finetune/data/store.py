@@ -10,20 +10,23 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
 from finetune.errors import FinetuneError, boundary
 from finetune.records import Example, Ledger, Row, to_json, write_atomically
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _SIDES = ("train", "eval")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run needs of its data. The `row` of a held-out example is the place of its row in eval_rows."""
+    """What a run needs of its data. The `row` of a held-out example is the place of its row in eval_rows.
+
+    grpo: examples are prompts, of which nothing is learned; the `row` of one to train on is its place in train_rows.
+    """
 
     train: Sequence[Example]
     eval: Sequence[Example]
@@ -31,6 +34,7 @@ class Prepared:
     ledger: Ledger
     report: dict[str, Any]
     warnings: list[tuple[str, str]]
+    train_rows: list[Row] = field(default_factory=list)
 
 
 class StoredExamples(Sequence[Example]):
@@ -71,6 +75,7 @@ def store_prepared(prepared: Prepared, folder: Path) -> None:
         facts = {
             "version": FORMAT_VERSION,
             "eval_rows": [asdict(row) for row in prepared.eval_rows],
+            "train_rows": [asdict(row) for row in prepared.train_rows],
             "ledger": asdict(prepared.ledger),
             "report": prepared.report,
             "warnings": prepared.warnings,
@@ -99,6 +104,7 @@ def load_prepared(folder: Path) -> Prepared:
             train=train,
             eval=held_out,
             eval_rows=[Row(**row) for row in facts["eval_rows"]],
+            train_rows=[Row(**row) for row in facts["train_rows"]],
             ledger=Ledger(**facts["ledger"]),
             report=facts["report"],
             warnings=[(code, text) for code, text in facts["warnings"]],

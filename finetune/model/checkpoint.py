@@ -36,6 +36,8 @@ class Progress:
     eval_before: dict[str, Any] | None = None
     recent_losses: list[float] | None = None
     has_moved: bool = False
+    version: int = 0  # of the policy: how often its weights were changed
+    digests: dict[str, str] | None = None  # grpo: of the newest versions' weights, by version
 
     def take_eval(self, loss: float) -> bool:
         """Count a held-out loss of this step and return whether it is the best so far."""

@@ -49,8 +49,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def full_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
 ) -> dict[str, Tensor]:
-    """Return the optimizer's state as whole tensors on the CPU, keyed "state/parameter"; every rank must call it."""
-    found = {}
+    """Return the optimizer's state as whole tensors on the CPU, keyed "state/parameter"; every rank must call it.
+
+    It is empty where no step was made yet.
+    """
+    found: dict[str, Tensor] = {}
+    if not optimizer.state:
+        return found
     for name, parameter in parameters.items():
         for state in STATES:
             found[f"{state}/{name}"] = full_tensor(optimizer.state[parameter][state]).cpu()
@@ -62,6 +67,8 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], saved: dict[str, Tensor]
 ) -> None:
     """Set the optimizer's state from whole tensors, whatever the ranks that saved them."""
+    if not saved:
+        return
     for name, parameter in parameters.items():
         own = optimizer.state[parameter]
         for state in STATES:

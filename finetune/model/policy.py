@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -52,8 +53,11 @@ class Policy(nn.Module):
     def causal_model(self) -> PreTrainedModel:
         return self.model.get_base_model() if self.is_adapted else self.model
 
-    def forward(self, batch: Batch, temperature: float = 1.0) -> Tensor:
-        """Return the log-prob of each target, shape (N,), float32; the head sees supervised positions alone."""
+    def forward(self, batch: Batch, temperature: float = 1.0, entropy_N: Tensor | None = None) -> Tensor:
+        """Return the log-prob of each target, shape (N,), float32; the head sees supervised positions alone.
+
+        entropy_N, where it is given, is filled with the entropy at each of them, outside the graph.
+        """
         causal = self.causal_model
         with self._compute():
             # Neither mask nor cache: with one of them transformers would drop the walls between packed rows in silence.
@@ -70,6 +74,7 @@ class Policy(nn.Module):
                 weight_VD.to(self.compute_dtype),
                 batch.targets_N,
                 temperature,
+                entropy_N=entropy_N,
             )
 
     def _compute(self) -> contextlib.AbstractContextManager[object]:
@@ -77,6 +82,19 @@ class Policy(nn.Module):
         if self.is_adapted or self.compute_dtype is torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(next(self.parameters()).device.type, dtype=self.compute_dtype)
+
+    @contextlib.contextmanager
+    def adapter_scaled(self, factor: float) -> Iterator[None]:
+        """Multiply the adapters' scale for the time of the block; 0 gives the bare model."""
+        layers = [module for module in self.modules() if isinstance(module, LoraLayer)]
+        before = [dict(layer.scaling) for layer in layers]
+        for layer in layers:
+            layer.scaling = {name: scale * factor for name, scale in layer.scaling.items()}
+        try:
+            yield
+        finally:
+            for layer, scaling in zip(layers, before, strict=True):
+                layer.scaling = scaling
 
     def decoder_layers(self) -> list[nn.Module]:
         """Return the repeated blocks, which sharding gathers one at a time."""

@@ -1,7 +1,7 @@
 """Sample completions with the model in this process: no server, no settings taken from the model's folder.
 
-Rule: what a prompt gets depends on the weights, the sampling and its place in the list, not on which prompts share its
-batch (up to the rounding of the kernels).
+Rule: what a prompt gets depends on the weights, the sampling and its seed, not on which prompts share its batch (up to
+the rounding of the kernels).
 
 Tensors: B row, P longest own part of a prompt, K cached position, V vocabulary.
 """
@@ -11,46 +11,34 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from finetune.errors import FinetuneError
+from finetune.rollout.engine import Call, Completion, Fault, Sampling
 
 BATCH_TOKENS = 8192
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How completions are drawn; temperature 0 takes the most likely token. No top-k, top-p or penalties."""
-
-    max_new_tokens: int
-    stop_ids: list[int]
-    temperature: float = 0.0
-    seed: int = 0
-
-
-@dataclass
-class Completion:
-    """What followed one prompt, with the stop token if there is one; logprobs are at the sampling temperature (at 1 for 0)."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    stopped: bool = False  # by a stop token; otherwise the limit cut it
-
-
 def generate(
-    model: PreTrainedModel, prompts: list[list[int]], sampling: Sampling, batch_tokens: int = BATCH_TOKENS
+    model: PreTrainedModel,
+    prompts: Sequence[list[int]],
+    sampling: Sampling,
+    seeds: Sequence[int] | None = None,
+    batch_tokens: int = BATCH_TOKENS,
 ) -> list[Completion]:
     """Return one completion per prompt, in the order of the prompts.
 
-    batch_tokens: prompt and new tokens of one batch at most, padding included. Raises FinetuneError(too_long) for a
+    seeds: of each prompt; its place where they are left out. batch_tokens: prompt and new tokens of one batch at most,
+    padding included. Raises FinetuneError(too_long) for a
     prompt that is empty or leaves no room for max_new_tokens in the model's context.
     """
     _check_lengths(model, prompts, sampling)
+    seeds = range(len(prompts)) if seeds is None else seeds
     completions = [Completion() for _ in prompts]
     was_training = model.training
     model.eval()
@@ -59,7 +47,7 @@ def generate(
             for indices in _batches(prompts, sampling, batch_tokens):
                 batch = _Batch(
                     [completions[index] for index in indices],
-                    torch.stack([_uniforms(sampling, index) for index in indices]),
+                    torch.stack([_uniforms(seeds[index], sampling.max_new_tokens) for index in indices]),
                     *_prefilled(model, [prompts[index] for index in indices]),
                 )
                 _complete(model, batch, sampling)
@@ -82,7 +70,7 @@ def _contiguous_head(model: PreTrainedModel) -> Iterator[None]:
         hook.remove()
 
 
-def _check_lengths(model: PreTrainedModel, prompts: list[list[int]], sampling: Sampling) -> None:
+def _check_lengths(model: PreTrainedModel, prompts: Sequence[list[int]], sampling: Sampling) -> None:
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or float("inf")
     for index, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= context - sampling.max_new_tokens:
@@ -90,7 +78,7 @@ def _check_lengths(model: PreTrainedModel, prompts: list[list[int]], sampling: S
             raise FinetuneError("too_long", text, index=index)
 
 
-def _batches(prompts: list[list[int]], sampling: Sampling, batch_tokens: int) -> Iterator[list[int]]:
+def _batches(prompts: Sequence[list[int]], sampling: Sampling, batch_tokens: int) -> Iterator[list[int]]:
     """Yield indices of prompts of like length, longest first: little padding, and a lack of memory shows at once."""
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]), reverse=True)
     while order:
@@ -99,11 +87,11 @@ def _batches(prompts: list[list[int]], sampling: Sampling, batch_tokens: int) ->
         order = order[rows:]
 
 
-def _uniforms(sampling: Sampling, index: int) -> Tensor:
-    """Return the random numbers of one prompt, one a token: a function of the seed and the prompt's place alone."""
-    digest = hashlib.sha256(f"{sampling.seed} {index}".encode()).digest()
+def _uniforms(seed: int, count: int) -> Tensor:
+    """Return the random numbers of one prompt, one a token: a function of its seed alone."""
+    digest = hashlib.sha256(str(seed).encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    return torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
+    return torch.rand(count, generator=generator, dtype=torch.float64)
 
 
 @dataclass
@@ -220,3 +208,20 @@ def _shared_prefix(prompts: list[list[int]]) -> list[int]:
     """
     pairs = zip(min(prompts)[:-1], max(prompts)[:-1], strict=False)
     return [token for token, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+
+
+class LocalEngine:
+    """An engine in this process: `model` answers with the weights that it holds at the moment, known as `version`."""
+
+    def __init__(self, model: PreTrainedModel, version: str) -> None:
+        self.model = model
+        self.version = version
+
+    def sample(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Completion | Fault]]:
+        prompts = [call.prompt_ids for call in calls for _ in range(call.count)]
+        seeds = [call.seed + place for call in calls for place in range(call.count)]
+        found = iter(generate(self.model, prompts, sampling, seeds))
+        return [[replace(next(found), version=self.version) for _ in range(call.count)] for call in calls]
+
+    def close(self) -> None:
+        """Nothing to leave behind."""

@@ -15,7 +15,8 @@ from torch import nn
 
 from finetune.domains.base import Domain
 from finetune.records import Example, Row
-from finetune.rollout.local import Sampling, generate
+from finetune.rollout.engine import Sampling
+from finetune.rollout.local import generate
 
 RESAMPLES = 10_000
 # Room for a base model that answers in a sentence: cut short, it would look worse than it is, and the lift better.

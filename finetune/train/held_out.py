@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from finetune.config import RunConfig, forward_tokens
+from finetune.config import RunConfig
 from finetune.data.batches import Budget, rank_batches
 from finetune.data.prepare import Prepared
 from finetune.domains.base import Domain
-from finetune.domains.registry import load_domain
+from finetune.domains.prompts import domain_of
 from finetune.model.builtin import load_tokenizer
 from finetune.model.policy import Policy
 from finetune.model.source import Source
 from finetune.parallel.world import World
 from finetune.records import EvalResult
+from finetune.rules import forward_tokens
 from finetune.train.evaluate import generated_scores
 
 
@@ -53,7 +54,7 @@ def evaluate_held_out(
         num_rows=len(held_out.prepared.eval_rows),
         row_losses=[losses[place][0] / losses[place][1] for place in sorted(losses)],
     )
-    domain = load_domain(held_out.config.domain, held_out.config.data, held_out.config.data_format)
+    domain = domain_of(held_out.config)
     if not domain.has_verifier:
         return result
     scores = _scores(unsharded(), held_out, domain)

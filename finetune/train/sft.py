@@ -5,25 +5,22 @@ Rows of step k are a pure function of (seed, k); evaluation by generation runs o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
-from finetune.config import SftConfig, forward_tokens, global_batch, rows_per_forward, steps_of
+from finetune.config import SftConfig
 from finetune.data.batches import Batch, Budget, rank_batches, step_rows
 from finetune.data.prepare import Prepared, load_prepared
-from finetune.errors import FinetuneError
 from finetune.model.policy import check_packing
-from finetune.parallel.shard import measured_kind, sharding_facts
 from finetune.parallel.world import World
 from finetune.records import EvalResult, Journal, StopFlag, TrainResult, jsonable
-from finetune.train.evaluate import lift
+from finetune.rules import forward_tokens, global_batch, rows_per_forward, steps_of
 from finetune.train.held_out import HeldOut, evaluate_held_out, held_out_loss
 from finetune.train.losses import weighted_nll
-from finetune.train.metrics import Stopwatch, peak_memory_bytes
+from finetune.train.metrics import Stopwatch
+from finetune.train.result import training_result
 from finetune.train.step import (
     Job,
     Training,
@@ -55,11 +52,11 @@ def train(job: Job, world: World, journal: Journal, stop: StopFlag) -> TrainResu
         journal.event("evaluated", step=training.progress.step, **_short(before))
     status = _steps(training, prepared, config)
     if status == "stopped":
-        return _result(training, status, None, watch)
+        return training_result(training, status, None, watch)
     after = _evaluate(training, prepared)
     journal.event("evaluated", step=training.progress.step, **_short(after))
     write_final(training, prepared.report)
-    return _result(training, "succeeded", after, watch)
+    return training_result(training, "succeeded", after, watch)
 
 
 def _steps(training: Training, prepared: Prepared, config: SftConfig) -> str:
@@ -69,7 +66,7 @@ def _steps(training: Training, prepared: Prepared, config: SftConfig) -> str:
         batches, total = rank_batches(
             rows, prepared.train, _budget(config), training.world.rank, training.world.size
         )
-        facts = take_step(training, step, batches, _share_of(total))
+        facts = take_step(training, step, batches, _share_of(training, total))
         more: dict[str, Any] = {"rows": [prepared.train[row].row for row in rows]}
         is_best = False
         if config.eval_every and step % config.eval_every == 0 and prepared.eval:
@@ -94,9 +91,9 @@ def _steps(training: Training, prepared: Prepared, config: SftConfig) -> str:
     return "succeeded"
 
 
-def _share_of(total: float) -> Callable[[Tensor, Batch], Tensor]:
+def _share_of(training: Training, total: float) -> Callable[[Batch], Tensor]:
     """Return what a microbatch adds to the loss of a step whose weights sum to `total` over all ranks."""
-    return lambda logps_N, batch: weighted_nll(logps_N, batch.weights_N) / total
+    return lambda batch: weighted_nll(training.module(batch), batch.weights_N) / total
 
 
 def _held_out(training: Training, prepared: Prepared) -> HeldOut:
@@ -119,52 +116,3 @@ def _short(result: EvalResult | None) -> dict[str, Any]:
         if result
         else {"num_rows": 0}
     )
-
-
-def _result(training: Training, status: str, after: EvalResult | None, watch: Stopwatch) -> TrainResult:
-    progress = training.progress
-    before = EvalResult(**progress.eval_before) if progress.eval_before else None
-    recent = progress.recent_losses or []
-    own = {"peak_memory_bytes": peak_memory_bytes(training.world.device), **sharding_facts(training.module)}
-    ranks = training.world.gather(own)
-    facts = {
-        "parallel": measured_kind(training.module),
-        "world_size": training.world.size,
-        "local_parameter_bytes": [rank["local_parameter_bytes"] for rank in ranks],
-        "parameter_bytes": ranks[0]["parameter_bytes"],
-        "num_dtensors": ranks[0]["num_dtensors"],
-        "peak_memory_bytes": [rank["peak_memory_bytes"] for rank in ranks],
-        "trainable_parameters": sum(parameter.numel() for parameter in training.parameters.values()),
-        "training_s": round(watch.read(), 2),
-        "best_step": progress.best_step,
-        "resumed_from": training.resumed_from,
-    }
-    return TrainResult(
-        status=status,
-        steps=progress.step,
-        train_loss=math.fsum(recent) / len(recent) if recent else None,
-        eval_before=_summary(before),
-        eval_after=_summary(after),
-        lift=_lift(before, after, training.config.seed),
-        facts=facts,
-    )
-
-
-def _summary(result: EvalResult | None) -> dict[str, Any] | None:
-    if result is None:
-        return None
-    return {name: value for name, value in asdict(result).items() if name not in ("scores", "row_losses")}
-
-
-def _lift(before: EvalResult | None, after: EvalResult | None, seed: int) -> dict[str, Any] | None:
-    """Compare both policies row by row: by score where there are scores, else by the loss they save."""
-    if before is None or after is None:
-        return None
-    if before.scores and after.scores:
-        return {"of": "accuracy", **lift(before.scores, after.scores, seed)}
-    if not before.row_losses or not after.row_losses:
-        raise FinetuneError("bug", "evaluations without rows cannot be compared")
-    return {
-        "of": "loss saved",
-        **lift([-loss for loss in before.row_losses], [-loss for loss in after.row_losses], seed),
-    }

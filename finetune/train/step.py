@@ -57,6 +57,8 @@ class Job:
     sharding: Sharding
     prepared_dir: Path
     run_dir: Path
+    engines: tuple[dict[str, Any], ...] = ()  # grpo: index, devices and url of each
+    devices: tuple[str, ...] = ()  # of the ranks
 
 
 @dataclass
@@ -153,11 +155,12 @@ def _check_names(folder: Path, saved: set[str], expected: set[str]) -> None:
 
 
 def take_step(
-    training: Training, step: int, batches: Iterable[Batch], loss_of: Callable[[Tensor, Batch], Tensor]
+    training: Training, step: int, batches: Iterable[Batch], share_of: Callable[[Batch], Tensor]
 ) -> StepFacts:
     """Make one optimizer step from this rank's microbatches and return its facts over all ranks.
 
-    `loss_of` gives a microbatch's share of the step's loss; the shares of all ranks add up to the loss. Raises
+    `share_of` makes the forward of a microbatch and gives its share of the step's loss; the shares of all ranks add up
+    to the loss. Raises
     FinetuneError(non_finite) before a bad gradient reaches the weights, no_gradient for a weight that nothing trains.
     """
     world, config = training.world, training.config
@@ -169,7 +172,7 @@ def take_step(
     for index, batch in enumerate(pending):
         on_device = batch.to(world.device)
         with reduce_on_last(training.module, last=index == len(pending) - 1):
-            share = loss_of(training.module(on_device), on_device)
+            share = share_of(on_device)
             (share * world.size).backward()
         loss += float(share.detach())
         if batch.weights_N.any():
@@ -191,8 +194,19 @@ def take_step(
     set_learning_rate(training.optimizer, rate)
     training.optimizer.step()
     training.progress.step = step
+    training.progress.version += 1
     training.progress.has_moved |= norm > 0 and rate > 0
     training.progress.recent_losses = [*(training.progress.recent_losses or []), facts.loss][-RECENT:]
+    facts.step_s = training.watch.read()
+    return facts
+
+
+def skip_step(training: Training, step: int) -> StepFacts:
+    """Count a step in which nothing is to be learned: no weight and no version changes, on any rank."""
+    training.journal.heartbeat("skipping a step without advantage", step=step)
+    rate = learning_rate(training.config, step, training.num_steps)
+    facts = _agree(training, StepFacts(0.0, 0.0, rate, 0, 0, 0.0, 0, training.stop.is_set))
+    training.progress.step = step
     facts.step_s = training.watch.read()
     return facts
 

@@ -11,7 +11,8 @@ from finetune.errors import FinetuneError
 from finetune.model.builtin import load_model
 from finetune.model.source import resolve_source
 from finetune.rollout import local
-from finetune.rollout.local import Sampling, _shared_prefix, attends_to_all, choose, generate
+from finetune.rollout.engine import Call, Sampling
+from finetune.rollout.local import LocalEngine, _shared_prefix, attends_to_all, choose, generate
 
 SYSTEM = list(range(40, 60))
 PROMPTS = [
@@ -53,7 +54,7 @@ def test_greedy_completions_are_those_of_the_library(
     model: PreTrainedModel, prompts: list[list[int]], batch_tokens: int
 ) -> None:
     stops = common_stops(model)
-    completions = generate(model, prompts, Sampling(12, stops), batch_tokens)
+    completions = generate(model, prompts, Sampling(12, stops), batch_tokens=batch_tokens)
     expected = [library_greedy(model, prompt, 12, stops) for prompt in prompts]
     assert [completion.ids for completion in completions] == expected
     assert [completion.stopped for completion in completions] == [ids[-1] in stops for ids in expected]
@@ -65,7 +66,7 @@ def test_greedy_completions_are_those_of_the_library(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_logprobs_are_those_of_the_whole_sequence(model: PreTrainedModel, temperature: float) -> None:
-    completions = generate(model, PROMPTS, Sampling(8, [], temperature, seed=3))
+    completions = generate(model, PROMPTS, Sampling(8, [], temperature))
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1]
@@ -74,16 +75,27 @@ def test_logprobs_are_those_of_the_whole_sequence(model: PreTrainedModel, temper
         assert torch.allclose(torch.tensor(completion.logprobs), expected, atol=1e-4)
 
 
-def test_a_sample_depends_on_seed_and_place_and_not_on_its_batch(model: PreTrainedModel) -> None:
-    def sampled(seed: int, batch_tokens: int) -> list[list[int]]:
-        return [
-            completion.ids
-            for completion in generate(model, PROMPTS, Sampling(8, [], 1.5, seed), batch_tokens)
-        ]
+def test_a_sample_depends_on_its_seed_and_not_on_its_batch(model: PreTrainedModel) -> None:
+    def sampled(first: int, batch_tokens: int) -> list[list[int]]:
+        seeds = range(first, first + len(PROMPTS))
+        found = generate(model, PROMPTS, Sampling(8, [], 1.5), seeds, batch_tokens)
+        return [completion.ids for completion in found]
 
     assert sampled(1, 8192) == sampled(1, 1)
-    assert sampled(1, 8192) != sampled(2, 8192)
-    assert sampled(1, 8192)[0] != sampled(1, 8192)[4], "equal prompts are sampled apart"
+    assert sampled(1, 8192) != sampled(100, 8192)
+    assert sampled(1, 8192)[0] != sampled(1, 8192)[4], "equal prompts with other seeds are sampled apart"
+
+
+def test_completion_i_of_a_call_is_drawn_with_its_seed_plus_i(model: PreTrainedModel) -> None:
+    sampling = Sampling(8, [], 1.5)
+    engine = LocalEngine(model, "step-7")
+    (group,), ((single,),) = (
+        engine.sample([Call(APART[0], seed=20, count=3)], sampling),
+        engine.sample([Call(APART[0], seed=22)], sampling),
+    )
+    assert group[2].ids == single.ids
+    assert group[0].ids != group[1].ids
+    assert {completion.version for completion in group} == {"step-7"}
 
 
 def test_tokens_are_drawn_by_their_probability() -> None:

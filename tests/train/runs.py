@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,13 @@ def ragged_examples(num_rows: int, seed: int = 0, longest: int = 60) -> list[Exa
     return examples
 
 
-def make_run(folder: Path, train: list[Example], held_out: list[Example] = [], **settings: Any) -> Path:  # noqa: B006
+def make_run(
+    folder: Path,
+    train: list[Example],
+    held_out: list[Example] = [],  # noqa: B006
+    method: str = "sft",
+    **settings: Any,
+) -> Path:
     """Write plan.json and prepared data for a run of builtin:tiny in fp32; `settings` come on top."""
     folder.mkdir(parents=True, exist_ok=True)
     fixed = {
@@ -52,17 +59,51 @@ def make_run(folder: Path, train: list[Example], held_out: list[Example] = [], *
         **fixed,
         **settings,
     }
-    config = build(METHODS["sft"].config, values)
+    config = build(METHODS[method].config, values)
     prepared = folder / "prepared"
     rows = [Row({}, "made.jsonl", place + 1) for place in range(len(held_out))]
     ledger = Ledger(read=len(train) + len(held_out), trained=len(train), held_out=len(held_out))
     store_prepared(Prepared(train, held_out, rows, ledger, {}, []), prepared)
     plan = {
-        "method": "sft",
+        "method": method,
         "settings": {name: {"value": value, "source": "user"} for name, value in vars(config).items()},
         "prepared": str(prepared),
     }
     (folder / "plan.json").write_text(json.dumps(plan))
+    return folder
+
+
+def make_prompts_run(folder: Path, num_prompts: int = 12, num_eval: int = 0, **settings: Any) -> Path:
+    """Write plan.json and prompts of random ids for a grpo run of builtin:tiny in fp32 that samples in its own process."""
+    draw = random.Random(7)
+
+    def side(count: int) -> tuple[list[Example], list[Row]]:
+        ids = [[draw.randrange(5, VOCABULARY) for _ in range(draw.randint(4, 12))] for _ in range(count)]
+        examples = [
+            Example(one, [0.0] * len(one), place, "p.jsonl", place + 1) for place, one in enumerate(ids)
+        ]
+        return examples, [Row({"answer": str(place)}, "p.jsonl", place + 1) for place in range(count)]
+
+    (train, rows), (held_out, eval_rows) = side(num_prompts), side(num_eval)
+    values = {
+        "engine": "local",
+        "group_size": 4,
+        "global_batch_size": 16,
+        "max_completion_tokens": 6,
+        "max_length": 64,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+    }
+    make_run(folder, train, method="grpo", **{**values, **settings})
+    plan = json.loads((folder / "plan.json").read_text())
+    engines = (
+        [{"index": 0, "devices": [], "url": None}] if plan["settings"]["engine"]["value"] == "vllm" else []
+    )
+    (folder / "plan.json").write_text(json.dumps(plan | {"parallel": {"engines": engines, "devices": []}}))
+    report = {"stop_token_ids": [3]}
+    ledger = Ledger(read=num_prompts + num_eval, trained=num_prompts, held_out=num_eval)
+    shutil.rmtree(folder / "prepared")
+    store_prepared(Prepared(train, held_out, eval_rows, ledger, report, [], rows), folder / "prepared")
     return folder
 
 

@@ -1,0 +1,174 @@
+"""One batch of rollouts -> optimizer steps: old log-probs and reference without gradients, then pass by pass.
+
+Every rank calls this with the same rollouts and trains its share. Tensors: N target of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.config import GrpoConfig
+from finetune.data.batches import Batch, Budget, rank_batches
+from finetune.rollout.ledger import Rollout
+from finetune.rules import forward_tokens, rows_per_forward
+from finetune.train.corrections import sampler_gap
+from finetune.train.losses import (
+    LossSettings,
+    LossStats,
+    Tokens,
+    policy_loss,
+    rollout_sums,
+    step_totals,
+)
+from finetune.train.rollouts import training_examples
+from finetune.train.step import StepFacts, Training, skip_step, take_step
+
+
+def loss_settings(config: GrpoConfig) -> LossSettings:
+    """Return the loss that the settings describe; raises ValueError where they contradict each other."""
+    return LossSettings(**{item.name: getattr(config, item.name) for item in fields(LossSettings)})
+
+
+@dataclass
+class Piece:
+    """A microbatch with what is known of its tokens besides the ids."""
+
+    batch: Batch
+    tokens: Tokens
+
+
+class BatchTraining:
+    """The optimizer steps on one batch of rollouts. reference: makes a forward give the reference's log-probs meanwhile."""
+
+    def __init__(
+        self, training: Training, rollouts: Sequence[Rollout], reference: Callable[[], Any] | None = None
+    ) -> None:
+        config = training.config
+        assert isinstance(config, GrpoConfig), "only grpo trains on rollouts"
+        self.training, self.rollouts, self.config = training, rollouts, config
+        self.reference = reference
+        self.settings = loss_settings(config)
+        device = training.world.device
+        self.totals = step_totals(
+            [rollout.advantage for rollout in rollouts],
+            [len(rollout.completion_ids) for rollout in rollouts],
+            [rollout.is_trained for rollout in rollouts],
+            device,
+        )
+        self.pieces = self._pieces()
+
+    def _pieces(self) -> list[Piece]:
+        """Return this rank's microbatches. Without a KL a rollout of advantage 0 has no gradient and needs no forward."""
+        wanted = [
+            place
+            for place, rollout in enumerate(self.rollouts)
+            if rollout.is_trained and rollout.completion_ids and (self.config.beta or rollout.advantage)
+        ]
+        if not wanted:
+            return []
+        world = self.training.world
+        budget = Budget(forward_tokens(self.config), rows_per_forward(self.config))
+        batches, _ = rank_batches(wanted, training_examples(self.rollouts), budget, world.rank, world.size)
+        sampled = [torch.tensor(rollout.logprobs) for rollout in self.rollouts]
+        pieces = []
+        for batch in batches:
+            on_device = batch.to(world.device)
+            values_N = torch.cat([sampled[row] for row in batch.row_N.unique_consecutive().tolist()])
+            mask_N = (on_device.weights_N > 0).float()
+            pieces.append(Piece(batch, Tokens(values_N.to(world.device), mask_N, on_device.row_N)))
+        return pieces
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any rank has anything to learn: the same answer on all of them."""
+        return bool(self.config.beta and self.totals.num_rollouts) or any(
+            rollout.advantage for rollout in self.rollouts if rollout.is_trained
+        )
+
+    def steps(self, first: int) -> Iterator[tuple[int, StepFacts, dict[str, Any]]]:
+        """Make the passes over the batch; yield step, facts over all ranks and the loss's own metrics of each."""
+        if not self.has_signal:
+            for step in range(first, first + self.config.passes):
+                yield step, skip_step(self.training, step), {"skipped": True}
+            return
+        self._before()
+        for number in range(self.config.passes):
+            if number and self.settings.loss == "gspo":
+                self.totals = replace(self.totals, ratio_sums_R=self._ratio_sums())
+            stats, entropies = LossStats(), [0.0, 0.0]
+            pieces = iter(self.pieces)
+
+            def share_of(batch: Batch) -> Tensor:
+                nonlocal stats
+                tokens = next(pieces).tokens  # noqa: B023 (used up before the next pass)
+                entropy_N = torch.zeros_like(tokens.mask_N)
+                logps_N = self.training.module(batch, self.config.temperature, entropy_N)
+                share, own = policy_loss(self.settings, logps_N, tokens, self.totals)
+                stats = stats + own
+                entropies[0] += float((entropy_N * tokens.mask_N).sum())  # noqa: B023
+                entropies[1] += float(tokens.mask_N.sum())  # noqa: B023
+                return share
+
+            facts = take_step(self.training, first + number, [piece.batch for piece in self.pieces], share_of)
+            yield first + number, facts, self._metrics(stats, entropies)
+
+    def _before(self) -> None:
+        """Make what needs the weights as they are before the first backward."""
+        training, beat = self.training, self.training.journal.heartbeat
+        if self.settings.needs_old_pass(self.config.passes):
+            beat("computing the old log-probs")
+            for piece, old_N in zip(self.pieces, self._logps(), strict=True):
+                piece.tokens = replace(piece.tokens, old_N=old_N)
+        if self.settings.needs_gap_sums:
+            gaps = [sampler_gap(self._old(piece), piece.tokens.sampled_N) for piece in self.pieces]
+            self.totals = replace(self.totals, gap_sums_R=self._sums(gaps))
+        if self.config.beta:
+            beat("computing the reference's log-probs")
+            assert self.reference is not None, "beta > 0 needs a reference"
+            with self.reference():
+                for piece, ref_N in zip(self.pieces, self._logps(), strict=True):
+                    piece.tokens = replace(piece.tokens, ref_N=ref_N)
+        training.watch.read()
+
+    def _old(self, piece: Piece) -> Tensor:
+        assert piece.tokens.old_N is not None, "_before makes it where it is needed"
+        return piece.tokens.old_N
+
+    def _logps(self) -> list[Tensor]:
+        """Return the log-probs of this rank's tokens under the present weights, without a graph."""
+        module, device = self.training.module, self.training.world.device
+        with torch.no_grad():
+            return [module(piece.batch.to(device), self.config.temperature) for piece in self.pieces]
+
+    def _sums(self, values: list[Tensor]) -> Tensor:
+        """Return the sum of each rollout's values over all its tokens on all ranks."""
+        own_R = torch.zeros_like(self.totals.advantages_R)
+        for piece, values_N in zip(self.pieces, values, strict=True):
+            own_R += rollout_sums(values_N, piece.tokens.mask_N, piece.tokens.rollout_N, len(self.rollouts))
+        parts = self.training.world.gather(own_R.cpu())
+        return torch.stack(parts).sum(dim=0).to(own_R.device)
+
+    def _ratio_sums(self) -> Tensor:
+        now = self._logps()
+        return self._sums(
+            [logps_N - self._old(piece) for logps_N, piece in zip(now, self.pieces, strict=True)]
+        )
+
+    def _metrics(self, own: LossStats, entropies: list[float]) -> dict[str, Any]:
+        every = self.training.world.gather((own, entropies))
+        total = LossStats()
+        for stats, _ in every:
+            total = total + stats
+        entropy, count = (sum(part[place] for _, part in every) for place in (0, 1))
+        return {**total.figures(), "entropy": entropy / count if count else None}
+
+
+def lora_b_norm(weights: dict[str, Tensor]) -> float | None:
+    """Return the norm of all LoRA-B matrices, 0 for a policy that is still its base; None without adapters."""
+    parts = [tensor.double().pow(2).sum() for name, tensor in weights.items() if ".lora_B." in name]
+    return float(torch.stack(parts).sum().sqrt()) if parts else None

@@ -1,0 +1,244 @@
+"""Where the batches of rollouts come from: sampled live by one process of the node, or replayed from files.
+
+Rule: a batch is on the disk before anybody trains on it, and every rank reads it from there, so no rank waits in a
+collective while completions are sampled, and a resumed run takes up what is there.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from finetune.config import GrpoConfig
+from finetune.data.prepare import Prepared
+from finetune.errors import FinetuneError
+from finetune.records import EvalResult
+from finetune.rollout.engine import Call, Sampling
+from finetune.rollout.ledger import Rollout, RolloutBatch, RolloutFiles
+from finetune.train.delivery import CanaryScorer, Deliverer, PolicyVersion, current_version, deliver_together
+from finetune.train.policy_step import lora_b_norm
+from finetune.train.rollouts import Maker, filled, sampling_seed, with_advantages
+from finetune.train.step import Training
+
+ROLLOUTS = "rollouts"
+CANARIES = 8
+CANARY_TOKENS = 256  # of one sequence
+
+
+class Source(Protocol):
+    """What the loop asks for: the rollouts of a batch, and a measurement on held-out rows. All ranks call both."""
+
+    def batch(self, step: int) -> tuple[RolloutBatch, dict[str, Any]]:
+        """Return the batch that optimizer step `step` begins with, and metrics of how it came about."""
+        ...
+
+    def evaluate(self, step: int) -> EvalResult | None:
+        """Measure the present policy; None where nothing is held out or nothing can answer."""
+        ...
+
+
+class LiveSource:
+    """Batches sampled by the present policy, or by one that lags behind by --max-staleness batches.
+
+    maker and deliverer are None but in the process that owns the engine.
+    """
+
+    def __init__(
+        self, training: Training, prepared: Prepared, maker: Maker | None, deliverer: Deliverer | None
+    ) -> None:
+        config = training.config
+        assert isinstance(config, GrpoConfig), "only grpo samples"
+        self.training, self.prepared, self.config = training, prepared, config
+        self.maker, self.deliverer = maker, deliverer
+        self.files = RolloutFiles(training.job.run_dir / ROLLOUTS)
+        self._scorer = CanaryScorer(training)
+        self._canary = canary_sequences([list(example.input_ids) for example in prepared.train[:CANARIES]])
+        self._delivered: str | None = None  # digest
+        self._report: dict[str, Any] = {}
+        self._pool = ThreadPoolExecutor(
+            max_workers=max(1, config.max_staleness), thread_name_prefix="sampling"
+        )
+        self._running: dict[int, Future[None]] = {}
+        self._digests: dict[int, str] = {}  # of the version that samples the batch which a step begins
+
+    def batch(self, step: int) -> tuple[RolloutBatch, dict[str, Any]]:
+        began = time.perf_counter()
+        version = current_version(self.training)
+        ahead = range(step, step + (self.config.max_staleness + 1) * self.config.passes, self.config.passes)
+        wanted = [first for first in ahead if first <= self.training.num_steps and first not in self._digests]
+        for first in wanted:
+            self._digests[first] = self._known(first) or version.digest
+        missing = [first for first in wanted if self._known(first) is None]
+        if missing:
+            self._deliver(version)
+            for first in missing:
+                self._start(first, version)
+        found = self._await(step)
+        waited = time.perf_counter() - began
+        del self._digests[step]
+        staleness = version.number - found.version
+        if staleness > self.config.max_staleness * self.config.passes:
+            text = f"step {step}: its rollouts are {staleness} versions old, --max-staleness is {self.config.max_staleness}"
+            raise FinetuneError("bug", text)
+        report, self._report = self._report, {}
+        taught = [one for one in found.rollouts if one.advantage] or found.rollouts
+        self._canary = canary_sequences([one.prompt_ids + one.completion_ids for one in taught])
+        return found, {
+            **found.facts,
+            **report,
+            "policy_version": found.version,
+            "staleness": staleness,
+            "lora_b_norm": lora_b_norm(version.weights),
+            "rollouts_reused": not missing or step not in missing,
+            "wait_s": round(waited, 4),
+            "sampling_tokens_per_s": round(
+                found.facts.get("sampled_tokens", 0) / max(found.facts.get("sampling_s", 0.0), 1e-9), 1
+            ),
+        }
+
+    def _known(self, first: int) -> str | None:
+        """Return the digest of a batch that is on the disk already, sampled by a version that this run knows."""
+        batch = self.files.read(first)
+        known = self.training.progress.digests or {}
+        if batch is None or known.get(str(batch.version)) != batch.digest:
+            return None
+        return batch.digest
+
+    def _deliver(self, version: PolicyVersion) -> None:
+        """Hand the version to the engine once; sampling that is under way keeps the version it began with."""
+        if self._delivered == version.digest:
+            return
+        self.training.journal.heartbeat(f"delivering version {version.number}")
+        if self.deliverer is not None:
+            for future in self._running.values():
+                future.result()  # weights are replaced in place, or the engine is this process
+        report = deliver_together(self._scorer, self.deliverer, version, self._canary)
+        self._delivered = version.digest
+        self._report = report
+        self.training.journal.event("sync", version=version.number, name=version.name, **report)
+
+    def _start(self, first: int, version: PolicyVersion) -> None:
+        if self.maker is None:
+            return
+        self.training.journal.heartbeat(f"sampling the batch of step {first}")
+        if self.config.max_staleness:
+            self._running[first] = self._pool.submit(self._make, first, version)
+        else:
+            self._make(first, version)
+
+    def _make(self, first: int, version: PolicyVersion) -> None:
+        assert self.maker is not None, "only the owner of the engine samples"
+        self.files.write(self.maker.batch(first, version.number, version.digest, version.name))
+
+    def _await(self, step: int) -> RolloutBatch:
+        if (future := self._running.pop(step, None)) is not None:
+            future.result()
+
+        def beat() -> None:
+            self.training.journal.heartbeat(f"waiting for the rollouts of step {step}")
+
+        return self.files.wait(step, self._digests[step], beat)
+
+    def evaluate(self, step: int) -> EvalResult | None:
+        """Answer every held-out row once greedily and --eval-samples times by sampling; the file of answers stays."""
+        if not self.prepared.eval:
+            return None
+        version = current_version(self.training)
+        if self.files.read(step, version.digest, "eval") is None:
+            self._deliver(version)
+            if self.maker is not None:
+                self.training.journal.heartbeat("answering held-out rows")
+                rollouts = answered(self.maker, self.prepared, self.config, version.name)
+                self.files.write(RolloutBatch(step, version.number, version.digest, rollouts), "eval")
+
+        def beat() -> None:
+            self.training.journal.heartbeat("waiting for the answers to held-out rows")
+
+        return measured(self.files.wait(step, version.digest, beat, "eval").rollouts)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def canary_sequences(candidates: list[list[int]]) -> list[list[int]]:
+    """Return the sequences on which a sync is proved: a few, spread over what was trained, where versions differ most."""
+    step = max(1, len(candidates) // CANARIES)
+    return [ids[:CANARY_TOKENS] for ids in candidates[::step][:CANARIES] if len(ids) > 1]
+
+
+def answered(maker: Maker, prepared: Prepared, config: GrpoConfig, name: str) -> list[Rollout]:
+    """Return greedy (sample 0) and sampled answers to the held-out rows, scored."""
+    assert config.max_completion_tokens is not None, "the plan decides it"
+    rollouts: list[Rollout] = []
+    for temperature, count in ((0.0, 1), (config.temperature, config.eval_samples)):
+        if not count:
+            continue
+        sampling = Sampling(config.max_completion_tokens, maker.stop_ids, temperature)
+        calls = [
+            Call(list(example.input_ids), sampling_seed(config.seed, -1, place), count)
+            for place, example in enumerate(prepared.eval)
+        ]
+        for place, (call, found) in enumerate(zip(calls, maker.engine.sample(calls, sampling), strict=True)):
+            example = prepared.eval[place]
+            for number, outcome in enumerate(found):
+                sample = number + (1 if temperature else 0)
+                where = f"{example.file}:{example.line}"
+                empty = Rollout(
+                    f"eval-{place}-{sample}",
+                    place,
+                    sample,
+                    place,
+                    where,
+                    call.seed + number,
+                    name,
+                    call.prompt_ids,
+                )
+                rollouts.append(filled(empty, outcome, maker.tokenizer))
+    maker.score(rollouts, [prepared.eval_rows[prepared.eval[rollout.row].row] for rollout in rollouts])
+    return rollouts
+
+
+def measured(rollouts: list[Rollout]) -> EvalResult:
+    """Return accuracy of the greedy answers, row by row, and the mean of the sampled ones; unscored answers are in neither."""
+    greedy = [rollout.reward if rollout.is_trained else None for rollout in rollouts if rollout.sample == 0]
+    sampled = [rollout.reward for rollout in rollouts if rollout.sample > 0 and rollout.is_trained]
+    return EvalResult(
+        loss=None,
+        num_tokens=sum(len(rollout.completion_ids) for rollout in rollouts),
+        num_rows=len(greedy),
+        accuracy=_mean([score for score in greedy if score is not None]),
+        scores=greedy,
+        sampled_accuracy=_mean([score for score in sampled if score is not None]),
+    )
+
+
+def _mean(scores: list[float]) -> float | None:
+    return math.fsum(scores) / len(scores) if scores else None
+
+
+class ReplaySource:
+    """Batches as another run recorded them, advantages made anew from their rewards; nothing samples."""
+
+    def __init__(self, folder: Path, config: GrpoConfig) -> None:
+        inner = folder / ROLLOUTS
+        self.files = RolloutFiles(inner if inner.is_dir() else folder)
+        self.config = config
+
+    def batch(self, step: int) -> tuple[RolloutBatch, dict[str, Any]]:
+        found = self.files.read(step)
+        if found is None:
+            text = (
+                f"replay: {self.files.path(step)} is not there; the recorded run made fewer steps, or others"
+            )
+            raise FinetuneError("file_missing", text, setting="replay", step=step)
+        with_advantages(found.rollouts, self.config.scale_rewards)
+        return found, {**found.facts, "policy_version": found.version, "replayed": True}
+
+    def evaluate(self, step: int) -> EvalResult | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing to leave behind."""
