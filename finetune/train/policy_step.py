@@ -91,13 +91,14 @@ class BatchTraining:
         )
 
     def steps(self, first: int) -> Iterator[tuple[int, StepFacts, dict[str, Any]]]:
-        """Make the passes over the batch; yield step, facts over all ranks and the loss's own metrics of each."""
+        """Make the passes over the batch that --max-steps leaves; yield step, facts over all ranks and the loss's own metrics."""
+        passes = min(self.config.passes, self.training.num_steps - first + 1)
         if not self.has_signal:
-            for step in range(first, first + self.config.passes):
+            for step in range(first, first + passes):
                 yield step, skip_step(self.training, step), {"skipped": True}
             return
         self._before()
-        for number in range(self.config.passes):
+        for number in range(passes):
             if number and self.settings.loss == "gspo":
                 self.totals = replace(self.totals, ratio_sums_R=self._ratio_sums())
             stats, entropies = LossStats(), [0.0, 0.0]

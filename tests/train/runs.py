@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from finetune.data.prepare import Prepared, store_prepared
 from finetune.knobs import build
 from finetune.methods import METHODS
+from finetune.model.builtin import load_model
+from finetune.model.source import resolve_source
 from finetune.records import Example, Ledger, Row, read_lines
 
 TINY = "builtin:tiny"
@@ -138,3 +141,22 @@ def relative_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Te
         sum(float((left[name].double() - right[name].double()).square().sum()) for name in left) ** 0.5
     )
     return difference / sum(float(tensor.double().square().sum()) for tensor in left.values()) ** 0.5
+
+
+def beats(run: Path, rank: int) -> dict[str, Any]:
+    """Return what a rank last said of itself."""
+    path = run / "heartbeat" / f"rank{rank}"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def start_adapter(folder: Path) -> Path:
+    """An adapter of builtin:tiny whose B is not zero, so that A has a gradient from the first step."""
+    torch.manual_seed(3)
+    model = load_model(resolve_source(TINY), torch.float32, "sdpa")
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, lora)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    adapted.save_pretrained(str(folder / "adapter"))
+    return folder / "adapter"

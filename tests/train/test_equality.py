@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
-from finetune.model.builtin import load_model
-from finetune.model.source import resolve_source
-from tests.train.runs import TINY, adapter, finish, make_run, metrics, ragged_examples, relative_difference
+from tests.train import runs
+from tests.train.runs import adapter, finish, make_run, metrics, ragged_examples, relative_difference
 
 LOSS, GRADIENT, GRAD_NORM, ADAPTER = 5e-6, 2e-6, 5e-6, 1e-5
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -34,18 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def start_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter whose B is not zero, so that A has a gradient from the first step."""
-    folder = tmp_path_factory.mktemp("start") / "adapter"
-    torch.manual_seed(3)
-    model = load_model(resolve_source(TINY), torch.float32, "sdpa")
-    adapted = get_peft_model(
-        model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.02)
-    adapted.save_pretrained(str(folder))
-    return folder
+    return runs.start_adapter(tmp_path_factory.mktemp("start"))
 
 
 def trained(folder: Path, start_adapter: Path, launcher: tuple[str, ...] = (), **settings: Any) -> Path:

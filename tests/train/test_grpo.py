@@ -1,0 +1,261 @@
+"""Whole grpo runs of builtin:tiny that sample in their own process: what they leave on disk, and how they end."""
+
+import hashlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.errors import FinetuneError
+from finetune.rank import run_rank
+from finetune.records import StopFlag, TrainResult
+from finetune.rollout.ledger import RolloutBatch, RolloutFiles
+from tests.train.runs import adapter, beats, finish, make_prompts_run, metrics, start, start_adapter
+
+REWARDS = Path(__file__).with_name("rewards.py")
+
+
+def made(folder: Path, verifier: str = "even", **settings: Any) -> Path:
+    return make_prompts_run(folder, verifier=[f"{REWARDS}:{verifier}"], **settings)
+
+
+def train_here(run: Path) -> TrainResult:
+    torch.set_num_threads(1)
+    return run_rank(run, 0, 1, None, StopFlag())
+
+
+def batches(run: Path) -> list[RolloutBatch]:
+    files = RolloutFiles(run / "rollouts")
+    steps = sorted(int(path.stem.removeprefix("step-")) for path in files.folder.glob("step-*.jsonl"))
+    return [batch for step in steps if (batch := files.read(step))]
+
+
+def digest(run: Path) -> str:
+    return hashlib.sha256((run / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = made(tmp_path_factory.mktemp("grpo") / "run", num_eval=4, checkpoint_every=1, checkpoints_kept=9)
+    assert train_here(run).status == "succeeded"
+    return run
+
+
+def test_every_sampled_completion_is_on_disk_with_what_became_of_it(straight: Path) -> None:
+    found = batches(straight)
+    assert [batch.step for batch in found] == [1, 2, 3, 4]
+    for batch, line in zip(found, metrics(straight), strict=True):
+        assert len(batch.rollouts) == 16
+        assert len({rollout.id for rollout in batch.rollouts}) == 16
+        assert [rollout.group for rollout in batch.rollouts] == [place // 4 for place in range(16)]
+        assert line["ledger"] == {"sampled": 16, "trained": 16, "excluded": {}}
+        for rollout in batch.rollouts:
+            assert len(rollout.logprobs) == len(rollout.completion_ids)
+            assert rollout.truncated == (rollout.completion_ids[-1] != 3)
+            assert len(rollout.completion_ids) == 6 or not rollout.truncated
+        for group in range(4):
+            of_group = [rollout.advantage for rollout in batch.rollouts if rollout.group == group]
+            assert sum(of_group) == pytest.approx(0, abs=1e-9)
+    assert [batch.version for batch in found] == [0, 1, 2, 3]
+
+
+def test_the_first_pass_has_ratio_one_and_the_sampler_agrees_with_the_trainer(straight: Path) -> None:
+    for line in metrics(straight):
+        assert (line["ratio_min"], line["ratio_mean"], line["ratio_max"]) == (1.0, 1.0, 1.0)
+        assert line["logp_gap_mean"] < 1e-5
+        assert line["staleness"] == 0
+        assert 0 < line["entropy"] < 6.0  # the logarithm of 328 tokens is 5.8
+    assert metrics(straight)[0]["lora_b_norm"] == 0
+    assert metrics(straight)[1]["lora_b_norm"] > 0
+
+
+def test_a_loss_near_zero_is_no_failure(straight: Path) -> None:
+    outcome = json.loads((straight / "heartbeat" / "result.json").read_text())
+    assert outcome["facts"]["effective_update"] is True
+    assert all(line["grad_norm"] > 0 for line in metrics(straight))
+
+
+def test_the_same_run_twice_is_the_same_to_the_byte(straight: Path, tmp_path: Path) -> None:
+    run = made(tmp_path / "run", num_eval=4)
+    train_here(run)
+    assert digest(run) == digest(straight)
+    other = made(tmp_path / "other", num_eval=4, seed=1)
+    train_here(other)
+    assert digest(other) != digest(straight)
+
+
+def test_replayed_rollouts_give_the_same_adapter_without_an_engine(straight: Path, tmp_path: Path) -> None:
+    run = made(tmp_path / "run", replay=str(straight))
+    train_here(run)
+    assert digest(run) == digest(straight)
+    assert not (run / "rollouts").exists()
+    assert [line["loss"] for line in metrics(run)] == [line["loss"] for line in metrics(straight)]
+
+
+def test_a_replay_that_lacks_a_step_says_which(straight: Path, tmp_path: Path) -> None:
+    run = made(tmp_path / "run", replay=str(straight), max_steps=5)
+    with pytest.raises(FinetuneError, match="step-000005") as caught:
+        train_here(run)
+    assert caught.value.code == "file_missing"
+
+
+@pytest.mark.slow
+def test_killed_while_sampling_and_resumed_it_ends_in_the_same_bytes(straight: Path, tmp_path: Path) -> None:
+    run = made(tmp_path / "run", num_eval=4, checkpoint_every=1, checkpoints_kept=9)
+    process = start(run)
+    deadline = time.monotonic() + 120
+    while not (
+        (run / "checkpoints" / "step-2").exists() and beats(run, 0).get("operation", "").startswith("sampl")
+    ):
+        assert time.monotonic() < deadline
+        if process.poll() is not None:
+            break
+        time.sleep(0.002)
+    os.kill(beats(run, 0)["pid"], signal.SIGKILL)
+    process.wait()
+    outcome = finish(run)
+    assert outcome["exit_code"] == 0, outcome
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4]
+    assert digest(run) == digest(straight)
+
+
+def test_a_resumed_run_takes_up_the_rollouts_that_are_there(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", max_steps=2, checkpoint_every=1)
+    train_here(run)
+    (run / "checkpoints" / "step-2" / "manifest.json").unlink()  # as if killed before the second checkpoint
+    second = (run / "rollouts" / "step-000002.jsonl").read_bytes()
+    before = digest(run)
+    train_here(run)
+    assert (run / "rollouts" / "step-000002.jsonl").read_bytes() == second
+    assert metrics(run)[1]["rollouts_reused"] is True
+    assert digest(run) == before
+
+
+def test_rollouts_of_another_policy_are_not_taken_up(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", max_steps=2, checkpoint_every=1)
+    train_here(run)
+    (run / "checkpoints" / "step-2" / "manifest.json").unlink()
+    path = run / "rollouts" / "step-000002.jsonl"
+    head, *rest = path.read_text().splitlines()
+    forged = json.loads(head) | {"digest": "0" * 64}
+    path.write_text("\n".join([json.dumps(forged), *rest]) + "\n")
+    train_here(run)
+    assert metrics(run)[1]["rollouts_reused"] is False
+    assert json.loads(path.read_text().splitlines()[0])["digest"] != "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"verifier": "constant"}, ("groups_zero_variance 16", "groups_total 16")),
+        ({"verifier": "nothing"}, ("groups_lone 16", "rewards_missing 64")),
+        (
+            {"truncated": "mask", "max_completion_tokens": 1},
+            ("completions_total 64", "completions_truncated"),
+        ),
+    ],
+)
+def test_a_run_without_signal_fails_and_says_why(
+    settings: dict[str, Any], told: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = made(tmp_path / "run", **settings)
+    with pytest.raises(FinetuneError) as caught:
+        train_here(run)
+    assert caught.value.code == "no_learning_signal"
+    assert all(text in caught.value.message for text in told)
+    assert not (run / "adapter").exists()
+    assert all(line["skipped"] for line in metrics(run))
+    assert metrics(run)[-1]["policy_version"] == 0
+
+
+def test_one_failing_row_is_left_out_or_stops_the_run(tmp_path: Path) -> None:
+    run = made(tmp_path / "skip", "fails_on_row_three", num_prompts=4, max_failure_share=0.5)
+    train_here(run)
+    lost = [one for batch in batches(run) for one in batch.rollouts if one.status == "error"]
+    assert {one.place for one in lost} == {"p.jsonl:4"}
+    assert all(one.reward is None and one.advantage == 0 and "KeyError" in (one.error or "") for one in lost)
+    assert metrics(run)[0]["ledger"] == {"sampled": 16, "trained": 12, "excluded": {"error": 4}}
+    stopped = made(tmp_path / "stop", "fails_on_row_three", num_prompts=4, on_verifier_error="stop")
+    with pytest.raises(FinetuneError, match=r"p\.jsonl:4") as caught:
+        train_here(stopped)
+    assert caught.value.code == "verifier_failed"
+
+
+def test_too_many_failures_stop_the_run(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", "always_fails")
+    with pytest.raises(FinetuneError, match="16 of 16") as caught:
+        train_here(run)
+    assert caught.value.code == "rollout_failures"
+
+
+def test_a_start_adapter_is_its_own_reference(tmp_path: Path) -> None:
+    start_from = start_adapter(tmp_path / "start")
+    common = {"init_adapter": str(start_from), "beta": 0.1, "max_steps": 1, "learning_rate": 1e-3}
+    run = made(tmp_path / "own", **common)
+    assert train_here(run).facts["trainable_parameters"] > 0
+    assert abs(metrics(run)[0]["kl"]) < 1e-6
+    bare = made(tmp_path / "bare", reference="base", **common)
+    train_here(bare)
+    assert metrics(bare)[0]["kl"] > 1e-4
+
+
+def test_all_prompts_are_used_where_they_do_not_fill_the_batches(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", num_prompts=5, global_batch_size=8, max_steps=None)
+    assert train_here(run).steps == 3
+    assert sorted({one.row for batch in batches(run) for one in batch.rollouts}) == [0, 1, 2, 3, 4]
+
+
+def test_several_passes_train_on_one_batch_and_move_the_ratio(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", passes=2, max_steps=3)
+    train_here(run)
+    assert [batch.step for batch in batches(run)] == [1, 3]
+    first, second, third = metrics(run)
+    assert first["ratio_max"] == third["ratio_max"] == 1.0
+    assert second["ratio_max"] > 1.0
+    assert [line["policy_version"] for line in (first, second, third)] == [0, 0, 2]
+
+
+def test_sampling_may_lag_behind_by_what_was_allowed(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", max_staleness=1)
+    train_here(run)
+    assert [line["staleness"] for line in metrics(run)] == [0, 1, 1, 1]
+    assert [line["policy_version"] for line in metrics(run)] == [0, 0, 1, 2]
+    assert metrics(run)[2]["logp_gap_mean"] > metrics(run)[0]["logp_gap_mean"]
+
+
+def test_groups_of_equal_rewards_are_replaced_and_stay_in_the_ledger(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", "constant", resample_zero_variance=1, max_steps=1)
+    with pytest.raises(FinetuneError):
+        train_here(run)
+    (batch,) = batches(run)
+    assert len(batch.rollouts) == 32
+    assert sum(one.status == "zero_variance_resampled" for one in batch.rollouts) == 16
+    rows = [one.row for one in batch.rollouts]
+    assert not set(rows[:16]) & set(rows[16:])
+
+
+def test_whole_weights_are_trained_and_saved(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", tuning="full", learning_rate=1e-4, max_steps=2)
+    assert train_here(run).facts["effective_update"]
+    assert (run / "merged" / "model.safetensors").exists()
+
+
+def test_held_out_rows_are_answered_greedily_and_by_sampling(straight: Path) -> None:
+    answers = RolloutFiles(straight / "rollouts").read(0, kind="eval")
+    assert answers is not None
+    assert [(one.row, one.sample) for one in answers.rollouts] == [
+        (row, s) for s in (0, 1) for row in range(4)
+    ]
+    result = json.loads((straight / "heartbeat" / "result.json").read_text())
+    greedy = [one.reward for one in answers.rollouts if one.sample == 0]
+    assert result["eval_before"]["accuracy"] == pytest.approx(sum(filter(None, greedy)) / 4)
+    assert result["lift"]["num_pairs"] == 4
+
+
+def test_the_adapter_moved(straight: Path) -> None:
+    assert any(bool(tensor.any()) for name, tensor in adapter(straight).items() if "lora_B" in name)

@@ -1,0 +1,97 @@
+"""One batch of rollouts, however it is spread over ranks: nothing changes but rounding.
+
+Replayed rollouts, fp32, ragged, 5 prompts in groups of 4 (20 rollouts, which 3 ranks do not divide), LoRA-B not zero at
+the start, 10 steps.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.runs import adapter, finish, make_prompts_run, metrics, relative_difference, start_adapter
+
+LOSS, GRAD_NORM, ADAPTER = 5e-6, 5e-6, 1e-5
+REWARDS = Path(__file__).with_name("rewards.py")
+COMMON: dict[str, Any] = {
+    "verifier": [f"{REWARDS}:even"],
+    "num_prompts": 10,
+    "global_batch_size": 20,
+    "max_steps": 10,
+    "max_completion_tokens": 9,
+    "max_grad_norm": 0.0,
+    "schedule": "linear",
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "accumulation": {"batch_size_per_gpu": 1},
+    "ddp x2": {"num_gpus": 2},
+    "ddp x3, accumulation": {"num_gpus": 3, "batch_size_per_gpu": 2},
+    "fsdp2 x2": {"num_gpus": 2, "parallel": "fsdp2"},
+    "fsdp2 x3": {"num_gpus": 3, "parallel": "fsdp2"},
+}
+LOSSES: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "gspo, two passes, kl": {"loss": "gspo", "passes": 2, "beta": 0.05, "learning_rate": 3e-4},
+    "grpo, sequence mask": {"loss": "grpo", "correction": "sequence_mask", "scale_rewards": "batch"},
+}
+
+
+@pytest.fixture(scope="module")
+def first_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return start_adapter(tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, first_adapter: Path) -> Path:
+    run = make_prompts_run(
+        tmp_path_factory.mktemp("recorded") / "run", init_adapter=str(first_adapter), **COMMON
+    )
+    assert finish(run)["exit_code"] == 0
+    return run
+
+
+def replayed(folder: Path, recorded: Path, first_adapter: Path, **settings: Any) -> Path:
+    run = make_prompts_run(
+        folder, **{**COMMON, "init_adapter": str(first_adapter), "replay": str(recorded), **settings}
+    )
+    outcome = finish(run)
+    assert outcome["exit_code"] == 0, outcome
+    return run
+
+
+def assert_equal(run: Path, reference: Path) -> None:
+    steps, expected = metrics(run), metrics(reference)
+    assert [line["step"] for line in steps] == list(range(1, 11))
+    for line, wanted in zip(steps, expected, strict=True):
+        assert line["loss"] == pytest.approx(wanted["loss"], abs=LOSS)
+        assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=GRAD_NORM)
+        assert line["num_supervised"] == wanted["num_supervised"]
+        assert line["entropy"] == pytest.approx(wanted["entropy"], abs=1e-4)
+        assert line["kl"] == pytest.approx(wanted["kl"], abs=1e-6)
+    assert relative_difference(adapter(reference), adapter(run)) < ADAPTER
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_ranks_and_accumulation_change_nothing_but_rounding(
+    loss: dict[str, Any], recorded: Path, first_adapter: Path, tmp_path: Path
+) -> None:
+    reference = replayed(tmp_path / "one", recorded, first_adapter, **loss)
+    passes = loss.get("passes", 1)
+    for line in metrics(reference)[::passes]:
+        assert (line["ratio_min"], line["ratio_max"]) == (1.0, 1.0)
+    for name, settings in VARIANTS.items():
+        assert_equal(replayed(tmp_path / name, recorded, first_adapter, **settings, **loss), reference)
+
+
+@pytest.mark.slow
+def test_groups_and_rollouts_do_not_depend_on_the_ranks(
+    recorded: Path, first_adapter: Path, tmp_path: Path
+) -> None:
+    run = make_prompts_run(
+        tmp_path / "live", **{**COMMON, "init_adapter": str(first_adapter), "num_gpus": 2, "max_steps": 1}
+    )
+    assert finish(run)["exit_code"] == 0
+    name = "rollouts/step-000001.jsonl"
+    live, expected = ((one / name).read_text().splitlines()[1:] for one in (run, recorded))
+    assert live == expected
