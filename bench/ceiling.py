@@ -8,12 +8,22 @@ Prints {"matrix_rate": operations per second, "body": parameters, "head": parame
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+
+from bench.measure import ROOT
+
+
+def ceiling_of(folder: Path) -> dict[str, float]:
+    """Return what `python -m bench.ceiling` prints, measured in a process of its own."""
+    command = [sys.executable, "-m", "bench.ceiling", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return dict(json.loads(done.stdout))
 
 
 def matrix_rate(size: int = 2048, tries: int = 12) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import itertools
+import os
+import statistics
 import subprocess
 import time
 from dataclasses import dataclass
@@ -10,16 +12,31 @@ from pathlib import Path
 
 import psutil
 
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = Path(os.environ.get("FINETUNE_CACHE", Path.home() / ".cache" / "finetune"))
 INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Measured:
-    """seconds: from the end of the first optimizer step to the end of the last one; bytes: of all processes together."""
+    """What was seen of a run. ends: when each optimizer step ended, in seconds; peak_bytes: of all processes together."""
 
-    seconds: float
+    ends: list[float]
     peak_bytes: int
-    steps: int
+
+    @property
+    def steps(self) -> int:
+        return len(self.ends)
+
+    @property
+    def seconds(self) -> float:
+        """From the end of the first step, which pays for first allocations, to the end of the last one."""
+        return self.ends[-1] - self.ends[0]
+
+    @property
+    def steady_step_s(self) -> float:
+        """Median seconds of a step after the first, everything between two ends included."""
+        return statistics.median(after - before for before, after in itertools.pairwise(self.ends))
 
 
 def measure(command: list[str], metrics: Path, log: Path) -> Measured:
@@ -38,7 +55,7 @@ def measure(command: list[str], metrics: Path, log: Path) -> Measured:
             time.sleep(INTERVAL_S)
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} left with {process.returncode}:\n{log.read_text()[-2000:]}")
-    return Measured(times[-1] - times[0], peak, len(times))
+    return Measured(times, peak)
 
 
 def resident_bytes(pid: int) -> int:
@@ -57,5 +74,6 @@ def _resident(process: psutil.Process) -> int:
         return 0
 
 
-def read_json(path: Path) -> dict[str, object]:
-    return dict(json.loads(path.read_text()))
+def model_folder() -> Path:
+    """Return the folder into which the embedded model was converted."""
+    return next((CACHE / "models").glob("smollm2-135m*/config.json")).parent

@@ -16,9 +16,11 @@ from pathlib import Path
 
 from proof.claims import Claim, NotHere, append
 from proof.equality import equality_smollm2
+from proof.grpo import grpo_after_sft, grpo_engine_kill, grpo_lift
 from proof.grpo_peer import grpo_peer
 from proof.kills import kills_parent, kills_rank0, kills_rank1
-from proof.learning import arithmetic_lift, bench, gsm8k_loss, quickstart
+from proof.learning import arithmetic_lift, gsm8k_loss, quickstart
+from proof.measured import bench, grpo_bench
 
 ROWS: dict[str, Callable[[Path], list[Claim]]] = {
     "quickstart": quickstart,
@@ -26,10 +28,14 @@ ROWS: dict[str, Callable[[Path], list[Claim]]] = {
     "gsm8k-loss": gsm8k_loss,
     "equality-smollm2": equality_smollm2,
     "grpo-peer": grpo_peer,
+    "grpo-lift": grpo_lift,
+    "grpo-after-sft": grpo_after_sft,
+    "grpo-engine-kill": grpo_engine_kill,
     "kills-parent": kills_parent,
     "kills-rank0": kills_rank0,
     "kills-rank1": kills_rank1,
     "bench": bench,
+    "grpo-bench": grpo_bench,
 }
 
 

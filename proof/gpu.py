@@ -1,4 +1,5 @@
-"""What must hold on a GPU, within six minutes and without network: steps, gradients, memory, kill and resume, lack of memory.
+"""What must hold on a GPU, within six minutes and without network: steps, gradients, memory, kill and resume, lack of
+memory, and GRPO on recorded rollouts.
 
     python scripts/gpu_check.py [--device cuda|cpu]
 
@@ -34,6 +35,7 @@ from finetune.records import Example, read_lines
 from finetune.train.losses import weighted_nll
 from proof.claims import Claim
 from proof.product import Run, sft_command
+from proof.replaying import replayed
 
 SIZES = {
     "cuda": {
@@ -226,7 +228,12 @@ def lack_of_memory(bench: Bench) -> list[Claim]:
     ]
 
 
-CHECKS = (steps_and_speed, gradients, kill_and_resume, lack_of_memory)
+def replayed_grpo(bench: Bench) -> list[Claim]:
+    """Rollouts that the CPU sampled and trained on in fp32 teach the same there again, and on the device."""
+    return replayed(bench.folder / "replayed", bench.device)
+
+
+CHECKS = (steps_and_speed, gradients, kill_and_resume, lack_of_memory, replayed_grpo)
 
 
 def main() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import time
@@ -75,13 +74,3 @@ def gsm8k_loss(folder: Path) -> list[Claim]:
     )
     before, after = run.result["eval_before"]["loss"], run.result["eval_after"]["loss"]
     return [Claim("held_out_loss_gain", before - after, ">", 0)]
-
-
-def bench(folder: Path) -> list[Claim]:
-    """`make bench`: throughput and peak memory against trl's SFTTrainer."""
-    subprocess.run(["make", "bench"], cwd=ROOT, check=True)
-    ratios = {row["row"]: row["ratio"] for row in json.loads((ROOT / "bench.json").read_text())}
-    return [
-        Claim("sft-tokens-per-s", ratios["sft-tokens-per-s"], ">=", 2.0),
-        Claim("sft-peak-memory", ratios["sft-peak-memory"], "<=", 0.7),
-    ]

@@ -53,18 +53,26 @@ class Run:
 
 
 def sft_command(out: Path, **settings: object) -> list[str]:
-    """Return the command of an SFT run; learning_rate=5e-4 becomes --learning-rate 5e-4, a list several values of one flag."""
+    return run_command("sft", out, **settings)
+
+
+def run_command(method: str, out: Path, **settings: object) -> list[str]:
+    """Return the command of a run; learning_rate=5e-4 becomes --learning-rate 5e-4, a list several values of one flag."""
     flags: list[str] = []
     for name, value in settings.items():
         values = value if isinstance(value, list) else [value]
         flags += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return [sys.executable, str(SCRIPT), "--json", "--method", "sft", "--out", str(out), *flags]
+    return [sys.executable, str(SCRIPT), "--json", "--method", method, "--out", str(out), *flags]
 
 
 def run_sft(out: Path, **settings: object) -> Run:
-    """Run SFT to its end; raises RuntimeError with what the command said where it does not exit with 0."""
+    return run_method("sft", out, **settings)
+
+
+def run_method(method: str, out: Path, **settings: object) -> Run:
+    """Train to the end; raises RuntimeError with what the command said where it does not exit with 0."""
     done = subprocess.run(
-        sft_command(out, **settings), stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False
+        run_command(method, out, **settings), stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False
     )
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}: {done.stdout[-3000:]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,10 +32,11 @@ class Fleet:
     servers: list[ManagedServer | str]
     engine: VllmEngine | None = None
     syncer: Syncer | None = None
-    on_close: list[Callable[[], None]] = field(default_factory=list)
 
-    def connect(self, beat: Callable[[str], None]) -> tuple[VllmEngine, Syncer]:
+    def connect(self, beat: Callable[[str], None], tell: Callable[..., None]) -> tuple[VllmEngine, Syncer]:
         """Wait for the servers and return what samples from them and what brings weights to them.
+
+        tell(kind, **facts): is told of what happens to them.
 
         Raises FinetuneError: engine_failed and its kin for a server that does not come up, engine_unfit for a running one
         that would not give exact tokens.
@@ -51,16 +52,17 @@ class Fleet:
             concurrency=self.config.concurrency,
             sync=mode,
             lora_rank=lora_rank(self.config) if mode == "adapter" else None,
-            on_restart=self._redeliver,
+            on_restart=lambda index: self._redeliver(index, tell),
             beat=lambda: beat("sampling"),
         )
         keep = self.config.max_staleness + 1 if self.config.max_staleness else 0
         self.syncer = Syncer(self.engine, self.store, mode, self.config.sync_retries, keep)
         return self.engine, self.syncer
 
-    def _redeliver(self, index: int) -> None:
+    def _redeliver(self, index: int, tell: Callable[..., None]) -> None:
         assert self.syncer is not None, "servers are restarted once they have served"
         self.syncer.redeliver(index)
+        tell("engine_restarted", engine=index)
 
     def close(self) -> None:
         """Stop own servers and remove the versions' files."""

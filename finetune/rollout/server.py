@@ -32,12 +32,13 @@ WORKER_EXTENSION = "finetune.rollout.weights.ServedWeights"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes, but for 1
 GRACE_S = 5.0  # in which a server told to stop may leave by itself
 PORT_TRIES = 3
+LEAST_BATCH_TOKENS = 4096  # that a server on the CPU takes in at once; a prompt is never split there
 POLL_S = 0.25
 _OWNED = (
     "model tokenizer host port uds api-key served-model-name generation-config override-generation-config logprobs-mode"
     " enable-scale-out max-model-len dtype enable-lora max-lora-rank max-loras max-cpu-loras worker-extension-cls"
     " tensor-parallel-size pipeline-parallel-size data-parallel-size gpu-memory-utilization seed config quantization"
-    " speculative-config logits-processors enable-sleep-mode ssl-keyfile ssl-certfile root-path"
+    " enable-chunked-prefill speculative-config logits-processors enable-sleep-mode ssl-keyfile ssl-certfile root-path"
 ).split()
 # Names of the environment that a server keeps; what a trailing * stands for is any ending. No rank of a launcher, no
 # secret but the Hub's. VLLM_API_KEY would lock us out.
@@ -114,6 +115,10 @@ def server_command(settings: ServerSettings, port: int, nonce: str) -> list[str]
     if settings.devices:
         values |= {"tensor-parallel-size": settings.tensor_parallel}
         values |= {"gpu-memory-utilization": settings.memory_fraction}
+    else:
+        # A seeded request whose prompt is read in pieces kills the CPU backend ("CPU Generator does not use offset").
+        values |= {"no-enable-chunked-prefill": None}
+        values |= {"max-num-batched-tokens": max(settings.max_model_len, LEAST_BATCH_TOKENS)}
     argv = [settings.python, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in (values | _more(settings)).items():
         argv += [f"--{name}"] if value is None else [f"--{name}", str(value)]

@@ -107,7 +107,7 @@ def _start_engines(job: Job, world: World, stack: contextlib.ExitStack) -> Fleet
 def _deliverer(training: Training, fleet: Fleet | None) -> Deliverer:
     if fleet is None:
         return LocalDelivery(training)
-    engine, syncer = fleet.connect(training.journal.heartbeat)
+    engine, syncer = fleet.connect(training.journal.heartbeat, training.journal.event)
     training.journal.event("engines", count=engine.num_servers)
     return FleetDelivery(training, engine, syncer)
 

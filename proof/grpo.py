@@ -1,0 +1,121 @@
+"""Rows on grpo with real vLLM engines: it learns from its own samples, and an engine that dies costs nothing but time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from proof.claims import ROOT, Claim
+from proof.product import Run, run_command, run_method, run_sft
+
+MODEL = "builtin:smollm2-135m"
+SETTINGS: dict[str, object] = {
+    "model": MODEL,
+    "data": "builtin:arithmetic",
+    "eval_rows": 500,
+    "eval_samples": 0,
+    "max_steps": 40,
+    "max_completion_tokens": 16,
+    "learning_rate": 1e-4,
+    "checkpoint_every": 20,
+}
+TIMEOUT_S = 600
+
+
+def grpo_lift(folder: Path) -> list[Claim]:
+    """40 steps from the base weights; 500 held-out questions answered greedily before and after. Either bound is enough."""
+    run = run_method("grpo", folder / "run", **SETTINGS)
+    lift = run.result["lift"]
+    by_interval = Claim("lift_low", lift["low"], ">=", 0.12)
+    return [
+        Claim("held_out_rows", lift["num_pairs"], "==", 500),
+        Claim("steps", len(run.metrics), "==", 40),
+        Claim("seconds", run.manifest["duration_s"], "<=", 600),
+        Claim(
+            "unproved_syncs",
+            sum(e["kind"] == "sync" and not e.get("sync_method") for e in run.events),
+            "==",
+            0,
+        ),
+        by_interval if by_interval.holds else Claim("lift_mean", lift["mean"], ">=", 0.20),
+    ]
+
+
+def grpo_after_sft(folder: Path) -> list[Claim]:
+    """SFT, then 40 steps of grpo from its adapter: the interval of the second gain lies above zero."""
+    first = run_sft(
+        folder / "sft",
+        model=MODEL,
+        data="builtin:arithmetic",
+        eval_rows=100,
+        max_steps=60,
+        global_batch_size=16,
+        learning_rate=5e-4,
+    )
+    run = run_method("grpo", folder / "grpo", **SETTINGS, init_adapter=first.folder / "adapter")
+    lift = run.result["lift"]
+    return [
+        Claim("held_out_rows", lift["num_pairs"], "==", 500),
+        Claim("accuracy_after_sft", run.result["eval_before"]["accuracy"], ">=", 0.2),
+        Claim("second_lift_low", lift["low"], ">", 0),
+    ]
+
+
+def grpo_engine_kill(folder: Path) -> list[Claim]:
+    """kill -9 of the engine while it samples: it is started again, given the weights, proved, and the step completes."""
+    settings = SETTINGS | {"eval_rows": 20, "max_steps": 4, "checkpoint_every": 4}
+    run = Run(folder / "run")
+    with open(f"{run.folder}.log", "w") as log:
+        process = subprocess.Popen(
+            run_command("grpo", run.folder, **settings), stdout=log, stderr=log, cwd=ROOT
+        )
+    kill_while_sampling(run)
+    code = process.wait(TIMEOUT_S)
+    restarts = [event for event in run.events if event["kind"] == "engine_restarted"]
+    return [
+        Claim("exit_code", code, "==", 0),
+        Claim("restarts", len(restarts), "==", 1),
+        Claim("steps_once", int([line["step"] for line in run.metrics] == [1, 2, 3, 4]), "==", 1),
+        Claim("rollouts_lost", sum(line["rollouts_lost"] for line in run.metrics), "==", 0),
+        Claim("largest_mismatch", max(line["logp_gap_mean"] for line in run.metrics), "<", 0.1),
+    ]
+
+
+def kill_while_sampling(run: Run) -> None:
+    """Kill the engine's processes once the second step samples."""
+    deadline = time.monotonic() + TIMEOUT_S
+    first = run.folder / "rollouts" / "step-000001.jsonl"
+    while not (first.exists() and heard(run).get("operation", "").startswith("sampl")):
+        if time.monotonic() > deadline:
+            raise RuntimeError("the second step never began to sample")
+        time.sleep(0.01)
+    time.sleep(0.3)
+    for pid in engine_processes(heard(run)["pid"]):
+        os.kill(pid, signal.SIGKILL)
+
+
+def heard(run: Run) -> dict[str, Any]:
+    path = run.folder / "heartbeat" / "rank0"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def engine_processes(rank: int) -> list[int]:
+    """Return the processes that the rank's children started: the server's own, not the guards that watch over them."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    guards = {pid for pid, parent in parents.items() if parent == rank}
+    return [pid for pid, parent in parents.items() if parent in guards and is_server(pid)]
+
+
+def is_server(pid: int) -> bool:
+    return b"api_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
