@@ -19,24 +19,20 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bench.grpo import GROUP, LEARNING_RATE, PROMPTS, TOKENS
 from bench.peer import StepLines
+from bench.reward import odd_share
 from finetune.data.rows import ARITHMETIC, arithmetic_rows
-from finetune.domains.math import score
 
 
-def reward(completions: list[Any], answer: list[str], **columns: Any) -> list[float | None]:
-    """Return what the domain of our own side says of each completion."""
-    texts = [completion[0]["content"] for completion in completions]
-    return [score({"prompt": "", "answer": one}, text) for one, text in zip(answer, texts, strict=True)]
+def reward(completions: list[Any], **columns: Any) -> list[float]:
+    """Return what the verifier of our own side says of each completion."""
+    return [odd_share({}, completion[0]["content"]) for completion in completions]
 
 
 def main(model: str, out: str, steps: str) -> None:
     """Train for `steps` steps and write how long the completions were."""
     folder = Path(out)
     folder.mkdir(parents=True)
-    rows = [
-        {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]}
-        for row in arithmetic_rows(ARITHMETIC)
-    ]
+    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in arithmetic_rows(ARITHMETIC)]
     trainer = GRPOTrainer(
         model,
         reward_funcs=reward,

@@ -22,7 +22,7 @@ finetune.domains.base finetune.domains.text finetune.domains.math finetune.domai
 finetune.domains.prompts
 finetune.domains.python_tests finetune.domains.answers finetune.domains.judging finetune.domains.workers
 finetune.domains.verifiers finetune.domains.checking
-finetune.data.account finetune.data.store finetune.data.preparation finetune.data.prompts finetune.data.prepare finetune.data.batches
+finetune.data.account finetune.data.store finetune.data.preparation finetune.data.prompts finetune.data.prepare finetune.data.batches finetune.data.prefixes
 finetune.parallel.world finetune.parallel.profile finetune.parallel.shard
 finetune.model.catalogue finetune.model.source finetune.model.footprint finetune.model.attention
 finetune.model.builtin finetune.model.adapter finetune.model.lora finetune.model.logprobs finetune.model.policy
@@ -48,7 +48,13 @@ DOORS = {
     "rich": ("agent.console",),
 }
 HEAVY = {"torch", "transformers", "peft", "accelerate", "trl", "tokenizers", "safetensors"}
-CATCHES_ALL = {"finetune.errors", "finetune.domains.judging", "finetune.rank", "finetune.probe", "agent.runner"}
+CATCHES_ALL = {
+    "finetune.errors",
+    "finetune.domains.judging",
+    "finetune.rank",
+    "finetune.probe",
+    "agent.runner",
+}
 VAGUE = re.compile(r"(^|_)(utils?|helpers?|common|misc|managers?)(_|$)")
 FILES = sorted(path for top in PACKAGES for path in (ROOT / top).rglob("*.py") if path.name != "__init__.py")
 SOURCES = sorted(

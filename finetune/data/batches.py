@@ -136,6 +136,9 @@ class Batch:
     weights_N: Tensor  # float32, already scaled
     row_N: Tensor
     num_tokens: int  # without padding
+    attend_BTT: Tensor | None = (
+        None  # bool: which positions see which; None: all see all before them in their row
+    )
 
     def to(self, device: torch.device) -> Batch:
         moved: dict[str, Any] = {

@@ -28,10 +28,13 @@ from finetune.model.adapter import (
     refuse_other_base,
 )
 from finetune.model.builtin import load_model
+from finetune.model.footprint import SHORT_ROWS
 from finetune.model.logprobs import token_logps
 from finetune.model.lora import LoraLinear
 from finetune.model.source import Source, model_digest
 
+# Attention kernels that take a bool mask as who sees whom; eager would add it to the scores.
+MASKED_KERNELS = ("sdpa", SHORT_ROWS)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -60,11 +63,12 @@ class Policy(nn.Module):
         """
         causal = self.causal_model
         with self._compute():
-            # Neither mask nor cache: with one of them transformers would drop the walls between packed rows in silence.
+            # No cache, and no mask but one that says all: with either, transformers would drop the walls between packed
+            # rows in silence.
             output = causal.base_model(
                 input_ids=batch.input_ids_BT,
                 position_ids=batch.position_ids_BT,
-                attention_mask=None,
+                attention_mask=None if batch.attend_BTT is None else batch.attend_BTT[:, None],
                 use_cache=False,
             )
             hidden_ND = output.last_hidden_state.flatten(0, 1)[batch.selected_N]
@@ -95,6 +99,15 @@ class Policy(nn.Module):
         finally:
             for layer, scaling in zip(layers, before, strict=True):
                 layer.scaling = scaling
+
+    @property
+    def takes_masks(self) -> bool:
+        """Whether attention may be told position by position who sees whom: plain causal layers, and a kernel that reads it."""
+        config = self.causal_model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or [])
+        has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        is_plain = kinds <= {"full_attention"} and not (has_window and not kinds)
+        return is_plain and self.causal_model.config._attn_implementation in MASKED_KERNELS
 
     def decoder_layers(self) -> list[nn.Module]:
         """Return the repeated blocks, which sharding gathers one at a time."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from finetune.config import GrpoConfig
 from finetune.data.batches import Batch, Budget, rank_batches
+from finetune.data.prefixes import bundle_batches
 from finetune.rollout.ledger import Rollout
 from finetune.rules import forward_tokens, rows_per_forward
 from finetune.train.corrections import sampler_gap
@@ -73,7 +74,11 @@ class BatchTraining:
             return []
         world = self.training.world
         budget = Budget(forward_tokens(self.config), rows_per_forward(self.config))
-        batches, _ = rank_batches(wanted, training_examples(self.rollouts), budget, world.rank, world.size)
+        examples = training_examples(self.rollouts)
+        if self.training.policy.takes_masks:
+            batches = bundle_batches(wanted, examples, budget, world.rank, world.size)
+        else:
+            batches, _ = rank_batches(wanted, examples, budget, world.rank, world.size)
         sampled = [torch.tensor(rollout.logprobs) for rollout in self.rollouts]
         pieces = []
         for batch in batches:
