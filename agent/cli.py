@@ -6,6 +6,7 @@ On a terminal a short text takes the object's place, unless --json is given. Not
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -40,7 +41,12 @@ def main(argv: list[str] | None = None) -> int:
     command = argv[0] if argv[0] in VERBS else "finetune"
     answer = guarded(command, lambda: answer_to(argv))
     value = document(answer)
-    print(text_of(value) if "--json" in argv or not sys.stdout.isatty() else for_people(value))
+    try:
+        print(
+            text_of(value) if "--json" in argv or not sys.stdout.isatty() else for_people(value), flush=True
+        )
+    except BrokenPipeError:  # whoever asked has gone; the exit code is still the answer's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return answer.exit_code
 
 

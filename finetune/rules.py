@@ -188,6 +188,9 @@ def _conflicts(config: RunConfig, set_by_user: set[str]) -> Iterator[tuple[str, 
     if config.loss == "gspo" and config.correction in ("token_truncate", "token_mask"):
         text = f"correction {config.correction} is by token and gspo's ratio is of a rollout; take sequence_truncate"
         yield "correction", text
+    if config.engine == "vllm" and not config.replay and not 0.01 <= config.temperature <= 2:
+        text = f"temperature {config.temperature:g}: vLLM samples between 0.01 and 2 and would bend others in silence"
+        yield "temperature", text
     limit = config.max_completion_tokens
     if limit is not None and config.overlong_buffer >= limit:
         text = f"overlong_buffer {config.overlong_buffer} leaves nothing of max_completion_tokens {limit}"

@@ -46,6 +46,7 @@ _REFUSED = (
 )
 _KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")  # other starts move part of W into the adapter
 _OUTER = ("lm_head", "embed_tokens")
+_SUMMED_AT_ONCE = 1 << 21  # numbers: 8 MB in fp32
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -64,11 +65,17 @@ class Adapter:
             math.sqrt(self.config.r) if self.config.use_rslora else self.config.r
         )
 
-    def summed(self, weight: Tensor, module: str) -> Tensor:
-        """Return weight + scale * B A in fp32, for one module."""
+    def summed(self, weight: Tensor, module: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return weight + scale * B A for one module, summed in fp32 and rounded once to `dtype`."""
         a, b = (side.to(weight.device, torch.float32) for side in self.pairs[module])
-        change = self.scale * (b @ a)
-        return weight.float() + (change.T if self.config.fan_in_fan_out else change)
+        left, right = (a.T, b.T) if self.config.fan_in_fan_out else (b, a)
+        total = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        rows = max(1, _SUMMED_AT_ONCE // max(1, weight.shape[1]))
+        for place in range(0, weight.shape[0], rows):
+            part = slice(place, place + rows)
+            summed = weight[part].to(torch.float32, copy=True)
+            total[part] = summed.addmm_(left[part], right, alpha=self.scale)
+        return total
 
 
 def read_adapter_config(folder: str | Path) -> LoraConfig:

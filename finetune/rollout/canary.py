@@ -26,7 +26,8 @@ class Canary:
 
     score(factor) and previous(factor) return log p(ids[t] | ids[:t]) for t >= 1 of each sequence, of the new version and
     of the one that was served before, with their LoRA scale times `factor` (the base and a whole model: as they are).
-    Each is asked once for a factor at most, score before previous, in rising order of factors.
+    Each is asked once for a factor at most, score before previous, in rising order of factors; previous only where
+    digests do not tell.
     """
 
     sequences: Sequence[Sequence[int]]
@@ -39,14 +40,21 @@ class Expected:
     """What the trainer says to a canary; kept, so that an engine can be proved again without asking."""
 
     canary: Canary
-    _known: dict[float, tuple[list[float], list[float]]] = field(default_factory=dict)
+    _new: dict[float, list[float]] = field(default_factory=dict)
+    _old: dict[float, list[float]] = field(default_factory=dict)
+
+    def new(self, factor: float) -> list[float]:
+        """Return the log-probs of the new version alone: each of the two costs a forward pass of the trainer."""
+        if factor not in self._new:
+            self._new[factor] = self.flat(self.canary.score(factor))
+        return self._new[factor]
 
     def at(self, factor: float) -> tuple[list[float], list[float]]:
         """Return the log-probs of the new version and of the one before, in one list each."""
-        if factor not in self._known:
-            new = self.flat(self.canary.score(factor))
-            self._known[factor] = (new, self.flat(self.canary.previous(factor)))
-        return self._known[factor]
+        new = self.new(factor)
+        if factor not in self._old:
+            self._old[factor] = self.flat(self.canary.previous(factor))
+        return new, self._old[factor]
 
     def flat(self, scores: Scores) -> list[float]:
         assert [len(row) + 1 for row in scores] == [len(ids) for ids in self.canary.sequences]

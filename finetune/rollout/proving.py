@@ -91,20 +91,28 @@ class Prover:
 
         Raises Unproved, and FinetuneError(engine_failed).
         """
-        acknowledged = self.acknowledged(served, server)
+        acknowledged = self.acknowledged(served, server, is_whole=previous is None or served.attempt > 0)
         answer = self._answer(served, server, served.name)
-        new, old = served.expected.at(1.0)
-        offset = margin(answer, new, old)
-        noise = max(offset.to_new, LEAST_NOISE)
+        new = served.expected.new(1.0)
+        to_new = distance(answer, new)
+        noise = max(to_new, LEAST_NOISE)
         has_digests = bool(served.files.digests) and self.can_digest(server)
         if previous is None and served.files.version.is_base:
             if not has_digests and not is_same_model(answer, new):
-                off = f"its log-probs lie {offset.to_new:.3g} nats from the trainer's"
+                off = f"its log-probs lie {to_new:.3g} nats from the trainer's"
                 raise Unproved(f"{off}: it serves another model")
             return Proof("base", answer, None, max(noise, self.noise or 0.0), acknowledged)
-        if answer == self._answer_before(served, server, previous) and must_differ(new, old):
-            raise Unproved("it answers exactly as the version before")
         assert self.noise is not None, "the base was proved first"
+        is_same_answer = answer == self._answer_before(served, server, previous)
+        is_merged = has_digests and served.name == BASE_VERSION
+        if is_merged and to_new <= WITHIN * self.noise and not is_same_answer:
+            return Proof(
+                "digest", answer, None, noise, acknowledged
+            )  # what the trainer said before tells no more
+        old = served.expected.at(1.0)[1]
+        offset = margin(answer, new, old)
+        if is_same_answer and must_differ(new, old):
+            raise Unproved("it answers exactly as the version before")
         is_telling = distance(new, old) >= POWER * self.noise
         if is_telling and offset.proves and served.name != BASE_VERSION:
             return Proof("direct", answer, offset, noise, acknowledged)
@@ -113,8 +121,8 @@ class Prover:
         # Digests see what lies in the kernels; that this very name leads there, log-probs alone can tell.
         if served.name != BASE_VERSION:
             self._check_adapter(served, server)
-        is_off = offset.to_new > WITHIN * self.noise
-        if offset.to_new > offset.to_old and (is_telling or is_off):
+        is_off = not offset.to_new <= WITHIN * self.noise  # NaN is off
+        if not offset.to_new <= offset.to_old and (is_telling or is_off):
             raise Unproved(f"its weights are ours, and its log-probs are not: {_words(offset)}")
         return Proof("digest", answer, offset, noise, acknowledged)
 
@@ -153,18 +161,27 @@ class Prover:
         off = f"under its own name it lies {found.to_new:.3g} nats off, at a noise of {self.noise:.3g}"
         raise Unproved("; ".join([*tried, off]))
 
-    def acknowledged(self, served: Served, server: int) -> str:
-        """Return the name under which an engine lists an adapter, or how many weights have our digests; raises Unproved."""
+    def acknowledged(self, served: Served, server: int, is_whole: bool = True) -> str:
+        """Return the name under which an engine lists an adapter, or how many weights have our digests; raises Unproved.
+
+        is_whole: compare all of each weight, not a sample of its columns.
+        """
         if served.name != BASE_VERSION:
             if served.name not in self.engines.list_models(server):
                 raise Unproved(f"it does not list {served.name}")
             return served.name
         if self.mode == "merged" and served.files.digests and self.can_digest(server):
-            digests = self.engines.weight_digests(server) or {}
-            if wrong := differing(digests, served.files.digests):
+            draw = served.files.draw
+            if is_whole or draw is None:
+                ours = self.store.whole_digests(served.files)
+                found = self.engines.weight_digests(server) or {}
+            else:
+                ours = served.files.digests
+                found = self.engines.call_workers(server, "finetune_sampled_digests", draw=draw)[0]
+            if wrong := differing(found, ours):
                 shown = ", ".join(wrong[:3])
-                raise Unproved(f"{len(wrong)} of {len(digests)} weights differ from ours, as {shown}")
-            return f"{len(digests)} digests"
+                raise Unproved(f"{len(wrong)} of {len(found)} weights differ from ours, as {shown}")
+            return f"{len(found)} digests"
         return BASE_VERSION
 
     def _answer(self, served: Served, server: int, name: str) -> list[float]:

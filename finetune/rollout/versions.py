@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,9 +32,11 @@ from finetune.model.builtin import model_folder, write_model
 from finetune.model.source import INDEX_FILE, WEIGHTS_FILE, Source, weight_files, weight_shapes
 from finetune.records import folder_written_whole, to_json
 from finetune.rollout.engine import BASE_VERSION
-from finetune.rollout.weights import PACKED, digests
+from finetune.rollout.weights import PACKED, digest, digests, sampled
 
 SHARD_BYTES = 4_000_000_000  # of one weight file
+_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors calls them
+_ENTRY_BYTES = 160  # of a tensor in the head of a weight file, at most, without its name
 ROOM = 3  # copies of the weights that memory must hold: what is served, what comes next, and one to spare
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
@@ -86,13 +89,15 @@ class Files:
     """A version on the disk.
 
     digests: of what an engine must hold, in the served type: weights by name, or an adapter's matrices as the kernels
-    have them (`MODULE.A`, `MODULE.B`, the latter scaled). rank: of an adapter.
+    have them (`MODULE.A`, `MODULE.B`, the latter scaled). draw: where they are of samples of the weights, what chose
+    those; it is told to an engine after it has loaded. rank: of an adapter.
     """
 
     version: Version
     folder: Path
     digests: dict[str, str] = field(default_factory=dict)
     rank: int = 0
+    draw: str | None = None
 
 
 class VersionStore:
@@ -146,27 +151,23 @@ class VersionStore:
         """Write a model folder with base and adapter summed, or with the whole weights, in the served type."""
         if version.is_base:
             return Files(version, self.base_folder, self._base_digests)
-        known: dict[str, str] = {}
         if version.is_adapter:
             tensors = self._summed(version)
-            adapted = {
-                match["module"] for match in (KEY.fullmatch(name) for name, _ in version.tensors) if match
-            }
-            known = {
-                name: own
-                for name, own in self._base_digests.items()
-                if name.removesuffix(".weight") not in adapted
-            }
         else:
             tensors = ((name, tensor.to(self.dtype)) for name, tensor in version.tensors)
-        target = self._new_folder(version)
+        target, draw = self._new_folder(version), secrets.token_hex(16)
         with _room(target), folder_written_whole(target) as folder:
-            found = _write_weights(folder, tensors, known)
+            written = _write_weights(folder, tensors, weight_shapes(self.source))
+            found = {name: digest(sampled(name, tensor, draw)) for name, tensor in written}
             config = json.loads((self.base_folder / "config.json").read_text(encoding="utf-8"))
             config.pop("torch_dtype", None)
             config["dtype"] = str(self.dtype).removeprefix("torch.")
             (folder / "config.json").write_text(to_json(config, indent=2), encoding="utf-8")
-        return Files(version, target, found)
+        return Files(version, target, found, draw=draw)
+
+    def whole_digests(self, files: Files) -> dict[str, str]:
+        """Return the digests of all of the weights of merged files, which those of a sample stand for in `files`."""
+        return files.digests if files.draw is None else dict(digests(_read_weights(files.folder)))
 
     def linked(self, files: Files, skip: tuple[str, ...] = ()) -> Files:
         """Return the same files under a new path, as hard links: nothing is copied."""
@@ -209,21 +210,22 @@ class VersionStore:
         return self.folder / BASE_VERSION
 
     @functools.cached_property
-    def _base_digests(self) -> dict[str, str]:
-        return dict(digests((name, tensor.to(self.dtype)) for name, tensor in self._base_tensors()))
+    def _base_tensors(self) -> list[tuple[str, Tensor]]:
+        return list(_read_weights(self.base_folder))  # mapped files: they take no memory of their own
 
-    def _base_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for path in weight_files(self.base_folder):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    yield name, file.get_tensor(name)
+    @functools.cached_property
+    def _base_digests(self) -> dict[str, str]:
+        return dict(digests((name, tensor.to(self.dtype)) for name, tensor in self._base_tensors))
 
     def _summed(self, version: Version) -> Iterator[tuple[str, Tensor]]:
         check_modules((name for name, _ in version.tensors), self.modules)
         adapter = _adapter(version)
-        for name, weight in self._base_tensors():
+        for name, weight in self._base_tensors:
             module = name.removesuffix(".weight")
-            yield name, (adapter.summed(weight, module) if module in adapter.pairs else weight).to(self.dtype)
+            if module in adapter.pairs:
+                yield name, adapter.summed(weight, module, self.dtype)
+            else:
+                yield name, weight.to(self.dtype)
 
     def _new_folder(self, version: Version) -> Path:
         return self.folder / f"v{version.number:06d}.{next(self._count)}"
@@ -298,33 +300,56 @@ def _model_bytes(source: Source, dtype: torch.dtype) -> int:
     return dtype.itemsize * sum(math.prod(shape) for shape in weight_shapes(source).values())
 
 
+def _read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
+
+
 def _write_weights(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], known: Mapping[str, str]
-) -> dict[str, str]:
-    """Write weights as one file, or as several with an index, and return the digest of each; `known` need not be computed."""
-    found: dict[str, str] = {}
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], names: Iterable[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Write weights as one file, or as several with an index; yield each once it is written. names: at least theirs.
+
+    The safetensors format: the length of the head, a head in JSON that says where each tensor lies, the tensors. A tensor
+    is written while it is still in the processor's caches, so room is left for the head, which is known last.
+    """
+    room = 64 * math.ceil((64 + sum(len(name.encode()) + _ENTRY_BYTES for name in names)) / 64)
     places: dict[str, str] = {}
-    for number, shard in enumerate(_shards(tensors)):
-        name = f"model-{number:05d}.safetensors" if number else WEIGHTS_FILE
-        save_file(shard, folder / name, metadata={"format": "pt"})
-        found |= {name: known[name] for name in shard if name in known}
-        found |= dict(digests((name, tensor) for name, tensor in shard.items() if name not in known))
-        places |= dict.fromkeys(shard, name)
+    for number, shard in itertools.groupby(_sharded(tensors), key=lambda one: one[0]):
+        file_name = f"model-{number:05d}.safetensors" if number else WEIGHTS_FILE
+        head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        with (folder / file_name).open("wb") as file:
+            file.seek(8 + room)
+            for _, name, tensor in shard:
+                plain = tensor.detach().contiguous()
+                file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
+                offsets = [end, end := end + plain.nbytes]
+                head[name] = {
+                    "dtype": _TYPES[plain.dtype],
+                    "shape": [*plain.shape],
+                    "data_offsets": offsets,
+                }
+                places[name] = file_name
+                yield name, plain
+            text = to_json(head).encode()
+            assert len(text) <= room, "room was left for all names"
+            file.seek(0)
+            file.write(room.to_bytes(8, "little") + text.ljust(room))
     if len(set(places.values())) > 1:
         (folder / INDEX_FILE).write_text(to_json({"metadata": {}, "weight_map": places}), encoding="utf-8")
-    return found
 
 
-def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    size = 0
+def _sharded(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[int, str, Tensor]]:
+    """Yield each tensor with the number of the file that it goes to."""
+    number = size = 0
     for name, tensor in tensors:
-        if shard and size + tensor.nbytes > SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor.contiguous()
+        if size and size + tensor.nbytes > SHARD_BYTES:
+            number, size = number + 1, 0
         size += tensor.nbytes
-    yield shard
+        yield number, name, tensor
 
 
 @contextlib.contextmanager

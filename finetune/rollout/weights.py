@@ -3,12 +3,17 @@
 Rule: what is reported is what the matrix products use. On a CPU vLLM packs each weight for its kernels and leaves an
 empty or an unused parameter behind, so a packed weight is read back through its kernel, as a product with the identity.
 
-Shapes: N output features, K input features.
+A sample of a matrix is some of its columns, drawn anew for each delivery, which the engine learns after it has loaded.
+Equal samples prove the other columns by chance only: an error in a share f of the columns of one matrix stays unseen
+with probability (1 - f)^C. They prove surely that no matrix, no output and no token's embedding is missing or another's.
+
+Shapes: N output features, K input features, C sampled columns.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,9 +23,11 @@ import torch
 from torch import Tensor, nn
 
 IDENTITY_ROWS = 512  # of the identity in one product
+SAMPLED = 32  # columns of a matrix
 DIGEST_THREADS = 8
 DIGEST_CHUNK = 1 << 17  # numbers
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = re.compile(r".*\.\d+\.")
 PACKED = ".packed"  # ends the name of the copy of an embedding that serves as the head
 
 
@@ -31,6 +38,12 @@ class ServedWeights:
         """Return the digest of each served weight, by its name in the model's files."""
         worker: Any = self
         return dict(digests(served_tensors(worker.get_model(), worker.model_config.dtype)))
+
+    def finetune_sampled_digests(self, draw: str) -> dict[str, str]:
+        """Return the digest of each served weight's sample: of the columns of a matrix that `draw` chooses."""
+        worker: Any = self
+        read = served_tensors(worker.get_model(), worker.model_config.dtype, draw)
+        return {name: digest(sample) for name, sample in read}  # too small for threads to gain on
 
     def finetune_weight_names(self) -> list[str]:
         """Return the names of the served weights, as in the model's files; reads none of them."""
@@ -96,13 +109,34 @@ def digest(tensor: Tensor) -> str:
     return found.hexdigest()
 
 
-def served_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the served weights by their names in the model's files, fused ones taken apart, in `dtype`."""
+def sampled(name: str, weight: Tensor, draw: str) -> Tensor:
+    """Return the sample of a weight (N, K): its columns (N, C) that `draw` chooses; anything but a matrix whole."""
+    return weight[:, drawn_columns(name, weight.shape[1], draw)] if weight.ndim == 2 else weight
+
+
+def drawn_columns(name: str, width: int, draw: str) -> Tensor:
+    """Return C column numbers below `width`, the same for all weights of a block: they may be fused in the engine."""
+    if width <= SAMPLED:
+        return torch.arange(width)
+    block = found[0] if (found := _BLOCK.match(name)) else ""
+    stream = hashlib.shake_256(f"{draw} {block} {width}".encode()).digest(8 * SAMPLED)
+    return torch.tensor(
+        [int.from_bytes(stream[at : at + 8], "big") % width for at in range(0, len(stream), 8)]
+    )
+
+
+def served_tensors(
+    model: nn.Module, dtype: torch.dtype, draw: str | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the served weights by their names in the model's files, fused ones taken apart, in `dtype`.
+
+    draw: yield the samples that it chooses instead.
+    """
     last: tuple[int, str] = (0, "")
     whole = torch.empty(0)
     for name, layer, (kind, place) in _served_parts(model):
         if last != (id(layer), kind):
-            whole, last = _read(layer, kind, dtype), (id(layer), kind)
+            whole, last = _read(name, layer, kind, dtype, draw), (id(layer), kind)
         rows = getattr(layer, "org_vocab_size", None)  # vLLM rounds a vocabulary up
         yield name, whole[:rows] if place is None else whole.split(_fused_sizes(layer))[place]
 
@@ -152,19 +186,24 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, layer
 
 
-def _read(layer: nn.Module, kind: str, dtype: torch.dtype) -> Tensor:
+def _read(name: str, layer: Any, kind: str, dtype: torch.dtype, draw: str | None) -> Tensor:
     looks_up = _is_embedding(layer) and kind != PACKED
     if kind in ("weight", PACKED) and _is_packed(layer) and not looks_up:
-        return _unpacked(layer, dtype)
-    return layer.get_parameter(kind).data.to(dtype)
+        width = layer.embedding_dim if hasattr(layer, "embedding_dim") else layer.input_size_per_partition
+        columns = torch.arange(width) if draw is None else drawn_columns(name, width, draw)
+        return _unpacked(layer, width, columns, dtype)
+    weight = layer.get_parameter(kind).data
+    return (weight if draw is None else sampled(name, weight, draw)).to(dtype)
 
 
-def _unpacked(layer: Any, dtype: torch.dtype) -> Tensor:
-    """Return the weight (N, K) that a packed layer multiplies with: (I W^T)^T, exact since each sum has one term."""
-    width = layer.embedding_dim if hasattr(layer, "embedding_dim") else layer.input_size_per_partition
-    identity_KK = torch.eye(width, dtype=dtype)
+def _unpacked(layer: Any, width: int, columns_C: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return columns (N, C) of the weight that a packed layer multiplies with: (I_C W^T)^T, exact as each sum has one term."""
+    products = []
     with torch.inference_mode():
-        products = [layer.cpu_linear(rows, layer.weight, None) for rows in identity_KK.split(IDENTITY_ROWS)]
+        for part in columns_C.split(IDENTITY_ROWS):
+            rows_CK = torch.zeros(len(part), width, dtype=dtype)
+            rows_CK[torch.arange(len(part)), part] = 1
+            products.append(layer.cpu_linear(rows_CK, layer.weight, None))
         return torch.cat(products).T.contiguous()
 
 

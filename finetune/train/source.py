@@ -24,8 +24,9 @@ from finetune.train.rollouts import Maker, filled, sampling_seed, with_advantage
 from finetune.train.step import Training
 
 ROLLOUTS = "rollouts"
-CANARIES = 8
-CANARY_TOKENS = 256  # of one sequence
+CANARIES = 4
+MERGED_CANARIES = 2  # digests of the weights prove, log-probs are asked beside them
+CANARY_TOKENS = 96  # of one sequence
 
 
 class Source(Protocol):
@@ -55,7 +56,9 @@ class LiveSource:
         self.maker, self.deliverer = maker, deliverer
         self.files = RolloutFiles(training.job.run_dir / ROLLOUTS)
         self._scorer = CanaryScorer(training)
-        self._canary = canary_sequences([list(example.input_ids) for example in prepared.train[:CANARIES]])
+        self._canaries = MERGED_CANARIES if config.sync == "merged" else CANARIES
+        first = [list(example.input_ids) for example in prepared.train[: self._canaries]]
+        self._canary = canary_sequences(first, self._canaries)
         self._delivered: str | None = None  # digest
         self._report: dict[str, Any] = {}
         self._pool = ThreadPoolExecutor(
@@ -85,7 +88,9 @@ class LiveSource:
             raise FinetuneError("bug", text)
         report, self._report = self._report, {}
         taught = [one for one in found.rollouts if one.advantage] or found.rollouts
-        self._canary = canary_sequences([one.prompt_ids + one.completion_ids for one in taught])
+        self._canary = canary_sequences(
+            [one.prompt_ids + one.completion_ids for one in taught], self._canaries
+        )
         return found, {
             **found.facts,
             **report,
@@ -163,10 +168,10 @@ class LiveSource:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def canary_sequences(candidates: list[list[int]]) -> list[list[int]]:
+def canary_sequences(candidates: list[list[int]], count: int) -> list[list[int]]:
     """Return the sequences on which a sync is proved: a few, spread over what was trained, where versions differ most."""
-    step = max(1, len(candidates) // CANARIES)
-    return [ids[:CANARY_TOKENS] for ids in candidates[::step][:CANARIES] if len(ids) > 1]
+    step = max(1, len(candidates) // count)
+    return [ids[:CANARY_TOKENS] for ids in candidates[::step][:count] if len(ids) > 1]
 
 
 def answered(maker: Maker, prepared: Prepared, config: GrpoConfig, name: str) -> list[Rollout]:

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from finetune.rollout.versions import differing
-from finetune.rollout.weights import ServedWeights, digest, digests, placed_matrices, served_tensors
+from finetune.rollout.weights import (
+    ServedWeights,
+    digest,
+    digests,
+    drawn_columns,
+    placed_matrices,
+    sampled,
+    served_tensors,
+)
 
 
 class Packed(nn.Module):
@@ -59,9 +67,9 @@ class Model(nn.Module):
         bias = torch.cat([ours[f"block.{name}_proj.bias"] for name in "qkv"])
         self.block = nn.Module()
         self.block.qkv_proj = Packed(fused, [4, 2, 2], bias)
-        self.block.o_proj = Packed(ours["block.o_proj.weight"], [3])
+        self.block.o_proj = Packed(ours["block.o_proj.weight"], [len(ours["block.o_proj.weight"])])
         self.block.norm = nn.RMSNorm(3)
-        padding = torch.zeros(3, 3, dtype=fused.dtype)
+        padding = torch.zeros(3, fused.shape[1], dtype=fused.dtype)
         self.embed_tokens = Embedding(torch.cat([ours["embed_tokens.weight"], padding]), rows)
         self.lm_head = ParallelLMHead(self.embed_tokens)
 
@@ -105,6 +113,45 @@ def test_one_changed_number_in_a_packed_weight_is_found(ours: dict[str, Tensor])
     changed["block.k_proj.weight"][1, 2] *= 1.01
     found = differing(worker.finetune_weight_digests(), dict(digests(changed.items())))
     assert found == ["block.k_proj.weight"]
+
+
+def test_samples_are_the_same_columns_on_both_sides() -> None:
+    torch.manual_seed(0)
+    sizes = {"q_proj": (4, 96), "k_proj": (2, 96), "v_proj": (2, 96), "o_proj": (96, 4)}
+    ours = {f"block.{name}.weight": torch.randn(size) for name, size in sizes.items()}
+    ours |= {f"block.{name}_proj.bias": torch.randn(sizes[f"{name}_proj"][0]) for name in "qkv"}
+    ours |= {"block.norm.weight": torch.ones(3), "embed_tokens.weight": torch.randn(5, 96)}
+    worker = Worker(Model(ours), torch.float32)
+
+    def wrong(draw: str) -> list[str]:
+        expected = {name: digest(sampled(name, tensor, draw)) for name, tensor in ours.items()}
+        return differing(worker.finetune_sampled_digests(draw), expected)
+
+    assert wrong("a") == wrong("b") == []
+    sample = dict(served_tensors(worker.model, torch.float32, "a"))["block.k_proj.weight"]
+    columns = drawn_columns("block.k_proj.weight", 96, "a")
+    assert torch.equal(sample, ours["block.k_proj.weight"][:, columns])
+    ours["block.k_proj.weight"][1, columns[7]] += 1
+    assert wrong("a") == ["block.k_proj.weight"]
+    ours["block.k_proj.weight"][1, columns[7]] -= 1
+    ours["block.q_proj.weight"][2] *= -1  # one output
+    ours["embed_tokens.weight"][4] += 1  # one token, in the embedding and in the head that shares it
+    ours["block.norm.weight"][1] = 2
+    names = ["block.q_proj.weight", "block.norm.weight", "embed_tokens.weight", "lm_head.weight"]
+    for draw in "abc":
+        assert sorted(wrong(draw)) == sorted(names)
+
+
+def test_columns_are_drawn_anew_for_each_draw_and_each_block() -> None:
+    names = ("layers.0.mlp.up.weight", "layers.0.mlp.gate.weight", "layers.1.mlp.up.weight")
+    first, fused, other = (drawn_columns(name, 1000, "a").tolist() for name in names)
+    again = drawn_columns(names[0], 1000, "b").tolist()
+    assert first == fused
+    assert len({tuple(columns) for columns in (first, other, again)}) == 3
+    assert {number for draw in range(400) for number in drawn_columns("w", 64, str(draw)).tolist()} == set(
+        range(64)
+    )
+    assert drawn_columns("w", 32, "a").tolist() == list(range(32))
 
 
 def test_a_head_that_was_not_packed_anew_is_found_and_mended(ours: dict[str, Tensor]) -> None:

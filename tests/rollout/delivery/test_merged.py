@@ -30,7 +30,9 @@ from tests.rollout.delivery.proxy import Proxy
 pytestmark = pytest.mark.slow
 
 
-def test_merged_weights_are_proved_by_digests(merged: Syncer, engine: VllmEngine, trainer: Trainer) -> None:
+def test_merged_weights_are_proved_by_digests(
+    merged: Syncer, engine: VllmEngine, trainer: Trainer, front: Proxy
+) -> None:
     assert merged.deliver(base_version(), trainer.canary(None)).method == "base"
     previous = None
     for number in (1, 2):
@@ -40,6 +42,11 @@ def test_merged_weights_are_proved_by_digests(merged: Syncer, engine: VllmEngine
         assert distance(flat(answered(engine, "base")), flat(trainer.scores(adapter))) < EXACT
         assert served_versions(engine) == {f"step-{number:06d}"}
         previous = adapter
+    asked = [request.body["method"] for request in front.asked if request.path == "/collective_rpc"]
+    assert asked.count("finetune_weight_digests") == 1  # of all, for the base
+    assert asked.count("finetune_sampled_digests") == 2
+    draws = [request.body["kwargs"].get("draw") for request in front.asked if "kwargs" in request.body]
+    assert len(set(draws) - {None}) == 2
 
 
 def test_whole_weights_reach_the_head_that_shares_the_embedding(
