@@ -19,10 +19,10 @@ quickstart: setup
 	@$(PY) scripts/quickstart.py
 
 test-fast: setup
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not proof"
 
 test: setup
-	$(PYTEST)
+	$(PYTEST) -m "not proof"
 
 proof: setup
 	$(PY) -m proof $(ROW)

@@ -20,6 +20,7 @@ from proof.grpo import grpo_after_sft, grpo_engine_kill, grpo_lift
 from proof.grpo_peer import grpo_peer
 from proof.kills import kills_parent, kills_rank0, kills_rank1
 from proof.learning import arithmetic_lift, gsm8k_loss, quickstart
+from proof.long_tests import long_tests
 from proof.measured import bench, grpo_bench
 
 ROWS: dict[str, Callable[[Path], list[Claim]]] = {
@@ -28,6 +29,7 @@ ROWS: dict[str, Callable[[Path], list[Claim]]] = {
     "gsm8k-loss": gsm8k_loss,
     "equality-smollm2": equality_smollm2,
     "grpo-peer": grpo_peer,
+    "long-tests": long_tests,
     "grpo-lift": grpo_lift,
     "grpo-after-sft": grpo_after_sft,
     "grpo-engine-kill": grpo_engine_kill,

@@ -72,8 +72,12 @@ def all_help() -> str:
     """Return the help of the console command and of every verb, hidden flags included."""
     verbs = sorted(set(re.findall(r"^ {2,4}([a-z][a-z-]+) ", run_cli("--help").stdout, re.MULTILINE)))
     assert "run" in verbs
+    grpo = run_cli("run", "--method", "grpo", "--help-all").stdout
     return "\n".join(
-        run_cli(verb, "--help-all" if verb in ("run", "plan") else "--help").stdout for verb in verbs
+        [
+            grpo,
+            *(run_cli(verb, "--help-all" if verb in ("run", "plan") else "--help").stdout for verb in verbs),
+        ]
     )
 
 

@@ -22,21 +22,24 @@ finetune.domains.base finetune.domains.text finetune.domains.math finetune.domai
 finetune.domains.prompts
 finetune.domains.python_tests finetune.domains.answers finetune.domains.judging finetune.domains.workers
 finetune.domains.verifiers finetune.domains.checking
-finetune.data.account finetune.data.store finetune.data.preparation finetune.data.prompts finetune.data.prepare finetune.data.batches finetune.data.prefixes
+finetune.data.account finetune.data.store finetune.data.preparation finetune.data.prompts finetune.data.prepare
+finetune.data.batches finetune.data.prefixes
 finetune.parallel.world finetune.parallel.profile finetune.parallel.shard
 finetune.model.catalogue finetune.model.source finetune.model.footprint finetune.model.attention
 finetune.model.builtin finetune.model.adapter finetune.model.lora finetune.model.logprobs finetune.model.policy
 finetune.model.optimizer finetune.model.checkpoint finetune.model.card finetune.model.export finetune.model.whole
 finetune.rollout.engine finetune.rollout.local finetune.rollout.guard finetune.rollout.serverlog
 finetune.rollout.server finetune.rollout.answers finetune.rollout.control finetune.rollout.slots finetune.rollout.vllm
-finetune.rollout.weights finetune.rollout.versions finetune.rollout.canary finetune.rollout.proving finetune.rollout.sync finetune.rollout.fleet finetune.rollout.ledger
+finetune.rollout.weights finetune.rollout.versions finetune.rollout.canary finetune.rollout.proving
+finetune.rollout.sync finetune.rollout.fleet finetune.rollout.ledger
 finetune.train.metrics finetune.train.corrections finetune.train.losses finetune.train.advantages
 finetune.train.evaluate finetune.train.held_out finetune.train.step finetune.train.result
 finetune.train.rollouts finetune.train.policy_step finetune.train.delivery finetune.train.source
 finetune.train.sft finetune.train.grpo finetune.train.grpo_checks
 finetune.probe finetune.rank finetune.launch
 agent.environment agent.processes agent.system agent.folder agent.states agent.hints agent.manifest agent.verifying
-agent.request agent.preflight agent.engines agent.decisions agent.plan agent.monitor agent.render agent.console agent.probing agent.attempt
+agent.request agent.preflight agent.engines agent.decisions agent.plan agent.monitor agent.render agent.console
+agent.probing agent.attempt
 agent.words agent.runner agent.control agent.jobs agent.verbs agent.commands agent.cli
 """.split()
 PLACE = {module: place for place, module in enumerate(ORDER)}

@@ -7,6 +7,7 @@ one tokenizer, and the rotary tables stay in fp32 whatever the type of the weigh
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -175,10 +176,19 @@ def _convert_smollm2(file: Path, folder: Path) -> None:
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
+    for name in ("config.json", "generation_config.json"):
+        _forget_version(folder / name)
     tokens = reader.fields["tokenizer.ggml.tokens"].contents()
     kinds = reader.fields["tokenizer.ggml.token_type"].contents()
     merges = reader.fields["tokenizer.ggml.merges"].contents()
     _smollm2_tokenizer(tokens, kinds, merges).save_pretrained(folder)
+
+
+def _forget_version(path: Path) -> None:
+    """Take the library's version out of a file that it wrote, so that a conversion is the same under all of them."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values.pop("transformers_version", None)
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 _GGUF_NAMES = {

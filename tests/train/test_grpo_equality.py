@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fsdp2 x3": {"num_gpus": 3, "parallel": "fsdp2"},
 }
 SPREAD_WIDELY = ("ddp x3, accumulation", "fsdp2 x2")  # what other losses than the default are tried on
+# The default loss is tried on every spread in `make test`; the others are long, so `make proof` runs them.
 LOSSES: dict[str, dict[str, Any]] = {
     "dapo": {},
     "gspo, two passes, kl": {"loss": "gspo", "passes": 2, "beta": 0.05, "learning_rate": 3e-4},
@@ -73,7 +74,13 @@ def assert_equal(run: Path, reference: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(value, id=name, marks=[pytest.mark.proof] if value else [])
+        for name, value in LOSSES.items()
+    ],
+)
 def test_ranks_and_accumulation_change_nothing_but_rounding(
     loss: dict[str, Any], recorded: Path, first_adapter: Path, tmp_path: Path
 ) -> None:

@@ -74,5 +74,6 @@ def test_six_steps_on_a_real_model_by_the_command(tmp_path: Path) -> None:
     for line in lines:
         assert line["ledger"]["sampled"] == 64
         assert line["rollouts_lost"] == 0
-        assert line["logp_gap_mean"] is None or line["logp_gap_mean"] < 0.2
+        if not line.get("skipped"):
+            assert line["logp_gap_mean"] < 0.2
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()

@@ -116,6 +116,7 @@ def test_a_server_that_holds_other_weights_gets_the_base_back(
     assert distance(flat(answered(engine, "base")), flat(trainer.scores(None))) < EXACT
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("mode", ["adapter", "merged"])
 def test_what_an_engine_lost_is_brought_and_proved_again(
     engine: VllmEngine, store: VersionStore, trainer: Trainer, front: Proxy, mode: str

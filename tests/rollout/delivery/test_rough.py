@@ -18,7 +18,7 @@ from tests.rollout.delivery.engines import (
 from tests.rollout.delivery.policies import Trainer, version
 from tests.rollout.delivery.proxy import Proxy
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.proof
 
 
 @pytest.mark.parametrize("lying", ["nothing", "drops", "previous", "zeroed"])
