@@ -8,7 +8,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 # Tests share the cores as processes: one thread each, or the processes wait for each other's threads.
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadgroup
 
 .PHONY: setup quickstart test-fast test proof lint format docs bench
 

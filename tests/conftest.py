@@ -34,10 +34,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what needs a GPU; have one worker run all that starts vLLM servers, from the beginning.
+
+    Two servers at once would share two cores, and each worker would start its own.
+    """
+    with_engines = [item for item in items if _starts_engines(item)]
+    for item in with_engines:
+        item.add_marker(pytest.mark.xdist_group("engines"))
+    chosen = set(with_engines)
+    items[:] = [*with_engines, *(item for item in items if item not in chosen)]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+def _starts_engines(item: pytest.Item) -> bool:
+    is_slow = item.get_closest_marker("slow") or item.get_closest_marker("proof")
+    path = item.path.as_posix()
+    return bool(is_slow) and ("/tests/rollout/" in path or path.endswith("test_grpo_vllm.py"))
 
 
 def _has_gpu() -> bool:
