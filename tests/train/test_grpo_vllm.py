@@ -49,7 +49,7 @@ def test_adapters_are_served_token_for_token_in_fp32(tmp_path: Path) -> None:
 def test_six_steps_on_a_real_model_by_the_command(tmp_path: Path) -> None:
     flags = (
         "--method grpo --model builtin:smollm2-135m --data builtin:arithmetic --max-steps 6 --eval-rows 20"
-        " --eval-samples 1 --max-completion-tokens 16 --learning-rate 1e-4"
+        " --eval-samples 1 --max-completion-tokens 16 --learning-rate 1e-4 --vllm-args enforce-eager"
     ).split()
     command = [
         sys.executable,
