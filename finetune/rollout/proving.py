@@ -113,14 +113,15 @@ class Prover:
         offset = margin(answer, new, old)
         if is_same_answer and must_differ(new, old):
             raise Unproved("it answers exactly as the version before")
+        # Digests see what lies in the kernels; that this very name leads there, log-probs alone can tell. Both are asked:
+        # an adapter of which a part is missing may still lie much nearer to its version than to the one before.
+        if has_digests and served.name != BASE_VERSION:
+            self._check_adapter(served, server)
         is_telling = distance(new, old) >= POWER * self.noise
         if is_telling and offset.proves and served.name != BASE_VERSION:
             return Proof("direct", answer, offset, noise, acknowledged)
         if not has_digests:
             return self._proved_by_logprobs(served, server, answer, offset, acknowledged)
-        # Digests see what lies in the kernels; that this very name leads there, log-probs alone can tell.
-        if served.name != BASE_VERSION:
-            self._check_adapter(served, server)
         is_off = not offset.to_new <= WITHIN * self.noise  # NaN is off
         if not offset.to_new <= offset.to_old and (is_telling or is_off):
             raise Unproved(f"its weights are ours, and its log-probs are not: {_words(offset)}")
