@@ -48,6 +48,8 @@ DOORS = {
     "torch.distributed": ("finetune.parallel.", "finetune.rank"),
     "peft": ("finetune.model.",),
     "transformers": ("finetune.model.", "finetune.data.chat", "finetune.rollout.local"),
+    "httpx": ("finetune.rollout.server", "finetune.rollout.control", "finetune.rollout.vllm"),
+    "vllm": (),  # only in processes of its own
     "rich": ("agent.console",),
 }
 HEAVY = {"torch", "transformers", "peft", "accelerate", "trl", "tokenizers", "safetensors"}

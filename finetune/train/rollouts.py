@@ -59,7 +59,8 @@ class Maker:
                 break
             wanted = [row for row, _ in zip(spare, flat, strict=False)]
             for rollout in rollouts:
-                if rollout.group in flat and wanted:
+                # What was lost to a failure keeps its reason, and counts among the failures.
+                if rollout.group in flat and wanted and rollout.status not in _FAILURES:
                     rollout.status = RESAMPLED
         self._check_failures(step, rollouts)
         found = with_advantages(rollouts, config.scale_rewards)
@@ -221,7 +222,7 @@ def _facts(rollouts: list[Rollout], found: Advantages) -> dict[str, Any]:
         "groups_zero_variance": found.groups_zero_variance,
         "groups_lone": found.groups_lone,
         "zero_variance_share": found.groups_zero_variance / max(found.groups_total, 1),
-        "rewards_missing": found.rewards_missing,
+        "rewards_missing": sum(one.reward is None for one in rollouts if one.status != RESAMPLED),
         "rewards_nonfinite": sum(rollout.status == "invalid" for rollout in rollouts),
         "rollouts_lost": sum(rollout.status in ("server", "protocol") for rollout in rollouts),
         "completions_total": len(sampled),

@@ -72,9 +72,10 @@ class LiveSource:
         version = current_version(self.training)
         ahead = range(step, step + (self.config.max_staleness + 1) * self.config.passes, self.config.passes)
         wanted = [first for first in ahead if first <= self.training.num_steps and first not in self._digests]
-        for first in wanted:
-            self._digests[first] = self._known(first) or version.digest
-        missing = [first for first in wanted if self._known(first) is None]
+        # One rank looks and tells: a file that another finds later would have it leave out a collective.
+        known = self.training.world.broadcast({first: self._known(first) for first in wanted})
+        self._digests |= {first: digest or version.digest for first, digest in known.items()}
+        missing = [first for first, digest in known.items() if digest is None]
         if missing:
             self._deliver(version)
             for first in missing:
@@ -152,7 +153,8 @@ class LiveSource:
         if not self.prepared.eval:
             return None
         version = current_version(self.training)
-        if self.files.read(step, version.digest, "eval") is None:
+        is_missing = self.files.read(step, version.digest, "eval") is None
+        if self.training.world.broadcast(is_missing):
             self._deliver(version)
             if self.maker is not None:
                 self.training.journal.heartbeat("answering held-out rows")

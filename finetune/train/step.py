@@ -204,6 +204,7 @@ def take_step(
 def skip_step(training: Training, step: int) -> StepFacts:
     """Count a step in which nothing is to be learned: no weight and no version changes, on any rank."""
     training.journal.heartbeat("skipping a step without advantage", step=step)
+    training.watch.read()
     rate = learning_rate(training.config, step, training.num_steps)
     facts = _agree(training, StepFacts(0.0, 0.0, rate, 0, 0, 0.0, 0, training.stop.is_set))
     training.progress.step = step
