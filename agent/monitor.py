@@ -197,7 +197,7 @@ def _health_of_rollouts(lines: list[dict[str, Any]]) -> list[dict[str, str]]:
         ("no_learning_signal", "truncated_share", lambda value: value == 1, "all completions have been cut"),
         (
             "sampler_mismatch",
-            "mismatch_k3",
+            "logp_gap_k3",
             lambda value: value > _HIGH_MISMATCH,
             "sampler and trainer have differed",
         ),

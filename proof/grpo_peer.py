@@ -26,7 +26,7 @@ from torch import Tensor
 
 from finetune.model.builtin import load_model, load_tokenizer
 from finetune.model.source import resolve_source
-from finetune.train.advantages import combined, group_advantages
+from finetune.train.advantages import group_advantages
 from finetune.train.corrections import sampler_gap
 from finetune.train.losses import LossSettings, LossStats, Tokens, policy_loss, rollout_sums, step_totals
 from proof.claims import Claim
@@ -159,7 +159,7 @@ def our_advantages(step: Step, scale: str) -> list[float]:
     rows = [
         dict(zip(step.rewards, values, strict=True)) for values in zip(*step.rewards.values(), strict=True)
     ]
-    rewards = [combined(row, WEIGHTS) for row in rows]
+    rewards = [sum(WEIGHTS[name] * row[name] for name in WEIGHTS) for row in rows]
     return group_advantages(rewards, [index // GROUP for index in range(len(LENGTHS))], scale).values
 
 

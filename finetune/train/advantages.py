@@ -7,7 +7,7 @@ about a group and is counted; it is no fault.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 EPSILON = 1e-4  # added to the standard deviation
@@ -99,22 +99,6 @@ def sample_std(values: Sequence[float]) -> float | None:
         return None
     mean = _mean(values)
     return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values) - 1)
-
-
-def combined(rewards: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
-    """Return the weighted sum of one rollout's named rewards, or None where one that counts is None.
-
-    A reward of weight 0 is shown and does not count. Raises KeyError for a weight whose reward is not there.
-    """
-    total = 0.0
-    for name, weight in weights.items():
-        reward = rewards[name]
-        if weight == 0:
-            continue
-        if reward is None:
-            return None
-        total += weight * reward
-    return total
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:

@@ -71,7 +71,7 @@ class StepFacts:
     num_tokens: int
     num_supervised: int
     step_s: float
-    peak_memory_bytes: int
+    peak_memory_bytes: list[int]  # of each rank
     stop_asked: bool
 
 
@@ -184,7 +184,7 @@ def take_step(
     limit = config.max_grad_norm or math.inf
     norm = float(full_tensor(nn.utils.clip_grad_norm_(training.parameters.values(), limit)))
     rate = learning_rate(config, step, training.num_steps)
-    facts = _agree(training, StepFacts(loss, norm, rate, tokens, supervised, 0.0, 0, training.stop.is_set))
+    facts = _agree(training, StepFacts(loss, norm, rate, tokens, supervised, 0.0, [], training.stop.is_set))
     if not (math.isfinite(facts.loss) and math.isfinite(norm)):
         raise FinetuneError(
             "non_finite",
@@ -206,7 +206,7 @@ def skip_step(training: Training, step: int) -> StepFacts:
     training.journal.heartbeat("skipping a step without advantage", step=step)
     training.watch.read()
     rate = learning_rate(training.config, step, training.num_steps)
-    facts = _agree(training, StepFacts(0.0, 0.0, rate, 0, 0, 0.0, 0, training.stop.is_set))
+    facts = _agree(training, StepFacts(0.0, 0.0, rate, 0, 0, 0.0, [], training.stop.is_set))
     training.progress.step = step
     facts.step_s = training.watch.read()
     return facts
@@ -214,12 +214,12 @@ def skip_step(training: Training, step: int) -> StepFacts:
 
 def _agree(training: Training, own: StepFacts) -> StepFacts:
     """Sum this step over the ranks, in the order of the ranks, so that every rank holds the same figures."""
-    own.peak_memory_bytes = peak_memory_bytes(training.world.device)
+    own.peak_memory_bytes = [peak_memory_bytes(training.world.device)]
     every = training.world.gather(own)
     own.loss = sum(facts.loss for facts in every)
     own.num_tokens = sum(facts.num_tokens for facts in every)
     own.num_supervised = sum(facts.num_supervised for facts in every)
-    own.peak_memory_bytes = max(facts.peak_memory_bytes for facts in every)
+    own.peak_memory_bytes = [peak for facts in every for peak in facts.peak_memory_bytes]
     own.stop_asked = any(facts.stop_asked for facts in every)
     return own
 
@@ -315,7 +315,8 @@ def log_step(training: Training, step: int, facts: StepFacts, **more: Any) -> No
         "num_supervised": facts.num_supervised,
         "step_s": round(facts.step_s, 4),
         "tokens_per_s": round(facts.num_tokens / max(facts.step_s, 1e-9), 1),
-        "peak_memory_bytes": facts.peak_memory_bytes,
+        "peak_memory_bytes": max(facts.peak_memory_bytes),
+        "peak_memory_bytes_per_rank": facts.peak_memory_bytes,
         "num_steps": training.num_steps,
         **more,
     }

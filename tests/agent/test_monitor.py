@@ -105,7 +105,7 @@ def test_the_course_of_rewards_is_that_of_the_first_and_last_steps(tmp_path: Pat
         ("reward_mean", 0.0, 0.1, "no_learning_signal"),
         ("zero_variance_share", 1.0, 0.9, "no_learning_signal"),
         ("truncated_share", 1.0, 0.9, "no_learning_signal"),
-        ("mismatch_k3", 0.011, 0.01, "sampler_mismatch"),
+        ("logp_gap_k3", 0.011, 0.01, "sampler_mismatch"),
         ("entropy", 0.009, 0.01, "low_entropy"),
     ],
 )

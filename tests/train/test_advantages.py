@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from finetune.train.advantages import Advantages, combined, group_advantages, overlong_penalty, sample_std
+from finetune.train.advantages import Advantages, group_advantages, overlong_penalty, sample_std
 
 NAN, INF = math.nan, math.inf
 # The hand values leave out the 1e-4 beside the deviation.
@@ -125,15 +125,6 @@ def test_the_deviation_of_huge_rewards_stays_finite() -> None:
 def test_a_scale_that_there_is_not_is_refused() -> None:
     with pytest.raises(ValueError, match="'groups' is none of"):
         of([1.0, 0.0], scale="groups")
-
-
-def test_several_rewards_are_summed_by_weight_and_one_missing_leaves_no_sum() -> None:
-    weights = {"correct": 1.0, "short": 0.25, "shown": 0.0}
-    assert combined({"correct": 1.0, "short": -2.0, "shown": None}, weights) == 0.5
-    assert combined({"correct": None, "short": 1.0, "shown": 1.0}, weights) is None
-    assert combined({"correct": 1.0, "short": 0.0, "shown": INF}, weights) == 1.0
-    with pytest.raises(KeyError, match="short"):
-        combined({"correct": 1.0}, weights)
 
 
 def test_the_penalty_of_long_completions_falls_in_a_straight_line() -> None:
