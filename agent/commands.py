@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent import control, jobs, runner, verbs
+from agent import control, flags, jobs, runner, verbs
 from agent.folder import RunFolder
 from agent.monitor import find_run
 from agent.plan import plan_of
@@ -124,132 +124,6 @@ def _export(call: Call) -> Answer:
     return jobs.export(folder, jobs.weights_of(folder, options.checkpoint, False), wanted, call.context)
 
 
-def _run_flags(parser: argparse.ArgumentParser) -> None:
-    _plan_flags(parser)
-    parser.add_argument("--dry-run", action="store_true", help="plan only: nothing is written but the plan")
-
-
-def _plan_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checks",
-        choices=("quick", "full"),
-        default="quick",
-        help="full: read all rows too (a run always does)",
-    )
-    parser.add_argument(
-        "--verify-model",
-        action="store_true",
-        help="digest all bytes of the weights, not their headers and sizes",
-    )
-
-
-def _run_name(parser: argparse.ArgumentParser, optional: bool = False) -> None:
-    parser.add_argument("run", nargs="?" if optional else None, metavar="RUN", help="run folder or run id")
-
-
-def _weights_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint", type=int, help="weights of the checkpoint at this step instead of the final ones"
-    )
-    parser.add_argument("--base", action="store_true", help="the model before training")
-
-
-def _status_flags(parser: argparse.ArgumentParser) -> None:
-    _run_name(parser)
-    parser.add_argument(
-        "--wait",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="return when the run has ended, or after so many seconds (exit 9)",
-    )
-
-
-def _logs_flags(parser: argparse.ArgumentParser) -> None:
-    _run_name(parser)
-    parser.add_argument(
-        "--rank", type=int, help="log of this rank (default: rank 0, or the launcher of a single process)"
-    )
-    parser.add_argument(
-        "--file", metavar="NAME", help="another log by its name, as vllm-0-0.log of an engine"
-    )
-    parser.add_argument("--grep", metavar="PATTERN", help="only lines with this regular expression")
-    parser.add_argument("--offset", type=int, help="first line (default: the last lines)")
-    parser.add_argument("--limit", type=int, default=50, help="lines at most")
-
-
-def _stop_flags(parser: argparse.ArgumentParser) -> None:
-    _run_name(parser)
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="time to finish the step and save, before it is killed",
-    )
-
-
-def _resume_flags(parser: argparse.ArgumentParser) -> None:
-    _run_name(parser)
-    parser.add_argument("--extend", type=int, metavar="STEPS", help="go on to so many steps in all")
-
-
-def _evaluate_flags(parser: argparse.ArgumentParser) -> None:
-    _run_name(parser, optional=True)
-    _weights_flags(parser)
-    parser.add_argument("--adapter", metavar="DIR", help="PEFT adapter to evaluate, where no RUN is given")
-
-
-def _generate_flags(parser: argparse.ArgumentParser) -> None:
-    _run_name(parser)
-    _weights_flags(parser)
-    parser.add_argument("--prompt", nargs="+", action="extend", help="prompts, each a user turn")
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="prompts from a file, one a line (.jsonl: texts or lists of messages)",
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an answer at most")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time")
-    parser.add_argument("--offset", type=int, default=0, help="first prompt")
-
-
-def _export_flags(parser: argparse.ArgumentParser) -> None:
-    _run_name(parser)
-    parser.add_argument(
-        "--to", metavar="DIR", help="target folder (default: merged or adapter-export in the run folder)"
-    )
-    parser.add_argument(
-        "--kind",
-        choices=("merged", "adapter"),
-        default="merged",
-        help="a whole model, or the adapter in PEFT form",
-    )
-    parser.add_argument(
-        "--export-dtype",
-        choices=("auto", "bf16", "fp32"),
-        default="auto",
-        help="stored type; auto: that of the base model",
-    )
-    parser.add_argument(
-        "--checkpoint", type=int, help="weights of the checkpoint at this step instead of the final ones"
-    )
-
-
-def _offset_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--offset", type=int, default=0, help="first entry")
-
-
-def _explain_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what", metavar="CODE|RUN|FILE|TEXT", help="an error code, a run, a log file, or text of an error"
-    )
-
-
-def _skeleton_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="Python file to write")
-
-
 def _logs(call: Call) -> Answer:
     options = call.options
     if options.rank is not None and options.file is not None:
@@ -272,40 +146,42 @@ VERBS: dict[str, Verb] = {
         lambda call: jobs.look_at_data("prepare", call.request(), call.context),
         takes_settings=True,
     ),
-    "plan": Verb("what a run would do (= run --dry-run)", _plan, _plan_flags, takes_settings=True),
+    "plan": Verb("what a run would do (= run --dry-run)", _plan, flags.plan, takes_settings=True),
     "run": Verb(
-        "train in the foreground; resumes a run that ended early", _run, _run_flags, takes_settings=True
+        "train in the foreground; resumes a run that ended early", _run, flags.run, takes_settings=True
     ),
     "status": Verb(
         "how a run stands",
         lambda call: verbs.status(call.options.run, call.options.wait, call.context),
-        _status_flags,
+        flags.status,
     ),
-    "logs": Verb("lines of a run's logs", _logs, _logs_flags),
+    "logs": Verb("lines of a run's logs", _logs, flags.logs),
     "stop": Verb(
         "finish the step, save and end",
         lambda call: control.stop(call.options.run, call.options.grace, call.context),
-        _stop_flags,
+        flags.stop,
     ),
     "resume": Verb(
         "go on from the newest checkpoint",
         lambda call: control.resume(call.options.run, call.options.extend, call.context),
-        _resume_flags,
+        flags.resume,
     ),
-    "evaluate": Verb("loss and accuracy on held-out rows", _evaluate, _evaluate_flags, takes_settings=True),
-    "generate": Verb("answers of a trained model", _generate, _generate_flags),
-    "export": Verb("write a merged model or an adapter, checked", _export, _export_flags),
+    "evaluate": Verb("loss and accuracy on held-out rows", _evaluate, flags.evaluate, takes_settings=True),
+    "generate": Verb("answers of a trained model", _generate, flags.generate),
+    "export": Verb("write a merged model or an adapter, checked", _export, flags.export),
     "verifier-skeleton": Verb(
         "write a verifier of your own to start from",
         lambda call: verbs.verifier_skeleton(call.options.file, call.context),
-        _skeleton_flags,
+        flags.skeleton,
     ),
     "list": Verb(
-        "the runs of this user", lambda call: verbs.list_runs(call.options.offset, call.context), _offset_flag
+        "the runs of this user",
+        lambda call: verbs.list_runs(call.options.offset, call.context),
+        flags.offset,
     ),
     "explain-error": Verb(
         "what an error code, a failed run or a log means",
         lambda call: verbs.explain_error(call.options.what, call.context),
-        _explain_flags,
+        flags.explain,
     ),
 }

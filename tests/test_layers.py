@@ -40,7 +40,7 @@ finetune.probe finetune.rank finetune.launch
 agent.environment agent.processes agent.system agent.folder agent.states agent.hints agent.manifest agent.verifying
 agent.request agent.preflight agent.engines agent.decisions agent.plan agent.monitor agent.render agent.console
 agent.probing agent.attempt
-agent.words agent.runner agent.control agent.jobs agent.verbs agent.commands agent.cli
+agent.words agent.runner agent.control agent.jobs agent.verbs agent.flags agent.commands agent.cli
 """.split()
 PLACE = {module: place for place, module in enumerate(ORDER)}
 # Where a heavy library may be imported: a module by its full name, or a package by its name and a dot.
