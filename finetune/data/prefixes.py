@@ -8,6 +8,7 @@ Tensors: B sequence, T token, N supervised position.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from finetune.data.batches import Batch, Budget
 from finetune.records import Example
+
+WIDTHS = 16  # sequences are as wide as a multiple of this: matrix libraries keep code and memory for each shape they met
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def _padded(bundles: list[Bundle], budget: Budget) -> list[list[Bundle]]:
 
 def collate_bundles(bundles: Sequence[Bundle], examples: Sequence[Example], scale: float) -> Batch:
     """Return the tensors of a microbatch; attend_BTT is True where a position (second) sees another (third)."""
-    width = max(bundle.num_tokens for bundle in bundles)
+    width = math.ceil(max(bundle.num_tokens for bundle in bundles) / WIDTHS) * WIDTHS
     inputs, positions, masks = [], [], []
     selected: list[int] = []
     targets: list[int] = []

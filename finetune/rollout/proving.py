@@ -109,7 +109,7 @@ class Prover:
             return Proof(
                 "digest", answer, None, noise, acknowledged
             )  # what the trainer said before tells no more
-        old = served.expected.at(1.0)[1]
+        old = self._old(served, previous)
         offset = margin(answer, new, old)
         if is_same_answer and must_differ(new, old):
             raise Unproved("it answers exactly as the version before")
@@ -126,6 +126,13 @@ class Prover:
         if not offset.to_new <= offset.to_old and (is_telling or is_off):
             raise Unproved(f"its weights are ours, and its log-probs are not: {_words(offset)}")
         return Proof("digest", answer, offset, noise, acknowledged)
+
+    def _old(self, served: Served, previous: Served | None) -> list[float]:
+        """Return what the trainer says under the version before; for the same canary it said so when that was new."""
+        if previous is None or previous is served:
+            return served.expected.at(1.0)[1]
+        is_same_canary = previous.expected.canary.sequences == served.expected.canary.sequences
+        return previous.expected.new(1.0) if is_same_canary else served.expected.at(1.0)[1]
 
     def _check_adapter(self, served: Served, server: int) -> None:
         found = self.engines.call_workers(server, "finetune_adapter_digests", rank=served.files.rank)[0]

@@ -24,9 +24,10 @@ from finetune.train.rollouts import Maker, filled, sampling_seed, with_advantage
 from finetune.train.step import Training
 
 ROLLOUTS = "rollouts"
-CANARIES = 4
-MERGED_CANARIES = 2  # digests of the weights prove, log-probs are asked beside them
-CANARY_TOKENS = 96  # of one sequence
+# Sequences of a canary and their tokens. Where the server holds our extension and a whole copy of each weight, digests
+# prove, and log-probs are asked beside them of few tokens: on the cpu a token under an adapter costs some 15 ms.
+CANARY = (4, 96)
+CANARY_BESIDE_DIGESTS = (1, 24)
 
 
 class Source(Protocol):
@@ -56,9 +57,11 @@ class LiveSource:
         self.maker, self.deliverer = maker, deliverer
         self.files = RolloutFiles(training.job.run_dir / ROLLOUTS)
         self._scorer = CanaryScorer(training)
-        self._canaries = MERGED_CANARIES if config.sync == "merged" else CANARIES
-        first = [list(example.input_ids) for example in prepared.train[: self._canaries]]
-        self._canary = canary_sequences(first, self._canaries)
+        self._has_digests = not config.vllm_url and config.rollout_tp == 1
+        self._canary_size = CANARY_BESIDE_DIGESTS if self._has_digests else CANARY
+        first = [list(example.input_ids) for example in prepared.train[: self._canary_size[0]]]
+        self._canary = canary_sequences(first, *self._canary_size)
+        self._is_first_canary = True
         self._delivered: str | None = None  # digest
         self._report: dict[str, Any] = {}
         self._pool = ThreadPoolExecutor(
@@ -88,10 +91,7 @@ class LiveSource:
             text = f"step {step}: its rollouts are {staleness} versions old, --max-staleness is {self.config.max_staleness}"
             raise FinetuneError("bug", text)
         report, self._report = self._report, {}
-        taught = [one for one in found.rollouts if one.advantage] or found.rollouts
-        self._canary = canary_sequences(
-            [one.prompt_ids + one.completion_ids for one in taught], self._canaries
-        )
+        self._choose_canary(found)
         return found, {
             **found.facts,
             **report,
@@ -104,6 +104,16 @@ class LiveSource:
                 found.facts.get("sampled_tokens", 0) / max(found.facts.get("sampling_s", 0.0), 1e-9), 1
             ),
         }
+
+    def _choose_canary(self, found: RolloutBatch) -> None:
+        """Take the next canary from what was trained last; beside digests keep it: what was said to it needs no asking again."""
+        if self._has_digests and not self._is_first_canary:
+            return
+        self._is_first_canary = False
+        taught = [one for one in found.rollouts if one.advantage] or found.rollouts
+        self._canary = canary_sequences(
+            [one.prompt_ids + one.completion_ids for one in taught], *self._canary_size
+        )
 
     def _known(self, first: int) -> str | None:
         """Return the digest of a batch that is on the disk already, sampled by a version that this run knows."""
@@ -144,7 +154,7 @@ class LiveSource:
             future.result()
 
         def beat() -> None:
-            self.training.journal.heartbeat(f"waiting for the rollouts of step {step}")
+            self.training.beat(f"waiting for the rollouts of step {step}")
 
         return self.files.wait(step, self._digests[step], beat)
 
@@ -157,12 +167,14 @@ class LiveSource:
         if self.training.world.broadcast(is_missing):
             self._deliver(version)
             if self.maker is not None:
-                self.training.journal.heartbeat("answering held-out rows")
+                self.training.beat("answering held-out rows")
                 rollouts = answered(self.maker, self.prepared, self.config, version.name)
-                self.files.write(RolloutBatch(step, version.number, version.digest, rollouts), "eval")
+                tokens = self.maker.tokens(rollouts)
+                batch = RolloutBatch(step, version.number, version.digest, rollouts, tokens=tokens)
+                self.files.write(batch, "eval")
 
         def beat() -> None:
-            self.training.journal.heartbeat("waiting for the answers to held-out rows")
+            self.training.beat("waiting for the answers to held-out rows")
 
         return measured(self.files.wait(step, version.digest, beat, "eval").rollouts)
 
@@ -170,10 +182,10 @@ class LiveSource:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def canary_sequences(candidates: list[list[int]], count: int) -> list[list[int]]:
-    """Return the sequences on which a sync is proved: a few, spread over what was trained, where versions differ most."""
+def canary_sequences(candidates: list[list[int]], count: int, tokens: int) -> list[list[int]]:
+    """Return the sequences on which a sync is proved: the ends of a few that were trained on: there versions differ most."""
     step = max(1, len(candidates) // count)
-    return [ids[:CANARY_TOKENS] for ids in candidates[::step][:count] if len(ids) > 1]
+    return [ids[-tokens:] for ids in candidates[::step][:count] if len(ids) > 1]
 
 
 def answered(maker: Maker, prepared: Prepared, config: GrpoConfig, name: str) -> list[Rollout]:

@@ -31,9 +31,9 @@ def test_two_completions_of_a_prompt_by_hand() -> None:
     examples = [example([1, 2, 3], [4, 5]), example([1, 2, 3], [6])]
     (bundle,) = bundled([0, 1], examples, Budget(64), 1)
     batch = collate_bundles([bundle], examples, 1.0)
-    assert batch.input_ids_BT.tolist() == [[1, 2, 3, 4]]
+    assert batch.input_ids_BT.tolist() == [[1, 2, 3, 4, *[0] * 12]]  # 16 wide: one shape for many lengths
     assert batch.position_ids_BT is not None
-    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3]]
+    assert batch.position_ids_BT[0, :4].tolist() == [0, 1, 2, 3]
     assert batch.selected_N.tolist() == [2, 3, 2]
     assert batch.targets_N.tolist() == [4, 5, 6]
     assert batch.row_N.tolist() == [0, 0, 1]
@@ -44,12 +44,12 @@ def test_completions_do_not_see_each_other() -> None:
     examples = [example([1, 2], [3, 4, 9]), example([1, 2], [5, 6, 9])]
     (bundle,) = bundled([0, 1], examples, Budget(64), 1)
     batch = collate_bundles([bundle], examples, 1.0)
-    assert batch.input_ids_BT.tolist() == [[1, 2, 3, 4, 5, 6]]
+    assert batch.input_ids_BT[0, :6].tolist() == [1, 2, 3, 4, 5, 6]
     assert batch.attend_BTT is not None
-    assert batch.attend_BTT[0, 4].tolist() == [True, True, False, False, True, False]
-    assert batch.attend_BTT[0, 3].tolist() == [True, True, True, True, False, False]
+    assert batch.attend_BTT[0, 4].nonzero().flatten().tolist() == [0, 1, 4]
+    assert batch.attend_BTT[0, 3].nonzero().flatten().tolist() == [0, 1, 2, 3]
     assert batch.position_ids_BT is not None
-    assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3, 2, 3]]
+    assert batch.position_ids_BT[0, :6].tolist() == [0, 1, 2, 3, 2, 3]
 
 
 def test_a_budget_splits_a_group_and_repeats_its_prompt() -> None:
