@@ -6,14 +6,15 @@ else, and is gone when we are.
 
 from __future__ import annotations
 
+import functools
 import os
-import secrets
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from finetune.boxes.container import ENGINES, ContainerBox
 from finetune.boxes.launching import (
     MARKER,
     BoxResult,
@@ -24,11 +25,12 @@ from finetune.boxes.launching import (
     new_marker,
     supervised,
 )
-from finetune.boxes.process import Box, ProcessBox, box_environment, new_workspace
+from finetune.boxes.process import WORKSPACE, Box, ProcessBox, box_environment, checked_places, new_workspace
+from finetune.boxes.users import give, spare_uid
 from finetune.errors import FinetuneError
 
 _HOME = "/home/sandbox"
-_WORKSPACE = "/workspace"
+_SOCKET = "/run/finetune/endpoint.sock"
 _PYTHON = "/opt/python"
 _USER = 1000  # inside, where the caller is an ordinary user and keeps the uid outside
 
@@ -62,19 +64,31 @@ class BubblewrapBox:
         limits: Limits,
         environment: Mapping[str, str] | None = None,
         stdin: bytes = b"",
+        endpoint: Path | None = None,
+        reads: Mapping[str, Path] | None = None,
     ) -> BoxResult:
         uid = spare_uid() if self._is_root else None
+        bound = _bound(checked_places(reads or {}))
         if uid is not None:
-            _give(workspace, uid)
+            give(workspace, uid)
+        if endpoint is not None:
+            bound += _bound({_SOCKET: endpoint})
+            if uid is not None:
+                endpoint.chmod(0o666)
         with tempfile.TemporaryFile() as passwd:
             number = _USER if uid is None else uid
             passwd.write(f"sandbox:x:{number}:{number}::{_HOME}:/bin/sh\n".encode())
             passwd.seek(0)
             own = box_environment(_HOME, "/tmp") | self._python_path() | dict(environment or {})
+            libraries = own.pop("LD_LIBRARY_PATH", "")  # of the command, not of bwrap
             marker = new_marker()
-            outer = self._argv(workspace, limits, passwd.fileno())
-
-            entry = Entry(self.python, uid=uid, folder=_WORKSPACE)
+            outer = [
+                *self._argv(workspace, limits, passwd.fileno(), bound),
+                *self._libraries(libraries),
+                "--",
+            ]
+            way = None if endpoint is None else (_SOCKET, 8000)
+            entry = Entry(self.python, uid=uid, folder=WORKSPACE, endpoint=way)
 
             def argv(fd: int) -> list[str]:
                 return [*outer, *entering(entry, command, limits, fd)]
@@ -85,10 +99,13 @@ class BubblewrapBox:
     def _python_path(self) -> dict[str, str]:
         return {"PATH": f"{_PYTHON}/bin:/usr/local/bin:/usr/bin:/bin"} if self._base else {}
 
-    def _argv(self, workspace: Path, limits: Limits, passwd: int) -> list[str]:
+    def _libraries(self, given: str) -> list[str]:
+        paths = [*([f"{_PYTHON}/lib"] if self._base else []), *([given] if given else [])]
+        return ["--setenv", "LD_LIBRARY_PATH", ":".join(paths)] if paths else []
+
+    def _argv(self, workspace: Path, limits: Limits, passwd: int, bound: list[str]) -> list[str]:
         size = [] if limits.file_bytes is None else ["--size", str(limits.file_bytes)]
         base = [] if self._base is None else [*_folder("/opt"), "--ro-bind", self._base, _PYTHON]
-        libraries = [] if self._base is None else ["--setenv", "LD_LIBRARY_PATH", f"{_PYTHON}/lib"]
         # Folders that bwrap makes on the way to a mount are for its own user alone, unless they are made before.
         return [
             *(self._bwrap, "--die-with-parent", "--new-session", "--hostname", "sandbox"),
@@ -105,10 +122,23 @@ class BubblewrapBox:
             *("--remount-ro", "/dev"),
             *("--perms", "1777", *size, "--tmpfs", "/tmp"),
             *(*_folder("/home"), "--perms", "0777", *size, "--tmpfs", _HOME),
-            *("--bind", str(workspace), _WORKSPACE, "--remount-ro", "/"),
-            *libraries,
-            "--",
+            *self._hidden(),
+            *bound,
+            *("--bind", str(workspace), WORKSPACE, "--remount-ro", "/"),
         ]
+
+    def _hidden(self) -> list[str]:
+        """Return what covers our own package, where it is installed in a folder that every box reads.
+
+        It holds the verifiers and oracles of the tasks that ship with it.
+        """
+        ours = Path(__file__).resolve().parents[1]
+        if ours.is_relative_to("/usr"):
+            return ["--tmpfs", str(ours), "--remount-ro", str(ours)]
+        if self._base is not None and ours.is_relative_to(self._base):
+            inside = f"{_PYTHON}/{ours.relative_to(self._base)}"
+            return ["--tmpfs", inside, "--remount-ro", inside]
+        return []
 
     def _user(self) -> list[str]:
         if self._is_root:
@@ -121,42 +151,41 @@ def _folder(path: str) -> list[str]:
     return ["--perms", "0755", "--dir", path]
 
 
+def _bound(places: Mapping[str, Path]) -> list[str]:
+    """Return what binds files and folders read-only, outer places first, with the folders on the way to them."""
+    words: list[str] = []
+    for place in sorted(places, key=lambda place: place.count("/")):
+        for parent in reversed(Path(place).parents[:-1]):
+            words += [] if str(parent) in places or str(parent) == _HOME else _folder(str(parent))
+        words += ["--ro-bind", str(places[place]), place]
+    return words
+
+
 def _system_folder(name: str) -> list[str]:
     """Return how /bin and the like come in: as the link that they are on most systems, or as the folder."""
     path = f"/{name}"
     return ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind-try", path, path]
 
 
-def spare_uid() -> int:
-    """Return a uid that no user and no other box has (by chance), inside the range that this user namespace knows."""
-    for line in Path("/proc/self/uid_map").read_text().splitlines():
-        first, _, count = map(int, line.split())
-        if first + count > 1_000_000:
-            return 100_000 + secrets.randbelow(900_000)
-        if first + count > 60_000:
-            return 20_000 + secrets.randbelow(40_000)
-    raise FinetuneError("no_sandbox", "this container maps too few users to give a box one of its own")
-
-
-def _give(workspace: Path, uid: int) -> None:
-    """Make the user the owner of the folder and all in it; links are changed, not followed."""
-    os.chown(workspace, uid, uid)
-    for folder, folders, files in os.walk(workspace):
-        for name in (*folders, *files):
-            os.chown(Path(folder, name), uid, uid, follow_symlinks=False)
-
-
-_BOXES: dict[str, Callable[[], Box]] = {"bubblewrap": BubblewrapBox, "process": ProcessBox}
+_BOXES: dict[str, Callable[[], Box]] = {
+    "bubblewrap": BubblewrapBox,
+    "container": ContainerBox,
+    **{f"container:{engine}": functools.partial(ContainerBox, engine) for engine in ENGINES},
+    "process": ProcessBox,
+}
 
 
 def open_box(name: str = "bubblewrap") -> Box:
-    """Return the box of this name after it has run a command; raises bad_value, and no_sandbox with what stood in the way."""
+    """Return the box of this name after it has run a command; raises bad_value, and no_sandbox with what stood in the way.
+
+    process, which isolates nothing, is only ever taken where it is named.
+    """
     if name not in _BOXES:
         text = f"box: {name}: no such box; there are {', '.join(_BOXES)}"
         raise FinetuneError("bad_value", text, setting="verifier_args")
     box = _BOXES[name]()
     with new_workspace({}) as workspace:
-        result = box.run([box.python, "-I", "-S", "-c", "print(1)"], workspace, Limits())
+        result = box.run([box.python, "-I", "-S", "-c", "print(1)"], workspace, Limits(seconds=60.0))
     if result.exit_code != 0 or result.stdout != "1\n":
         text = (
             f"box {name}: a first command in it ended with {result.exit_code}: {result.stderr.strip()[-500:]}"

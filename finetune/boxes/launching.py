@@ -20,42 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from finetune.boxes.watching import Watcher
 from finetune.errors import FinetuneError
 
 MARKER = "FINETUNE_BOX"  # in the environment of all that a command starts, so that it is found again
 _CHUNK = 1 << 16
-# Runs between us and the command, in the box: sets the limits on itself and becomes the command. No preexec_fn: that
-# would fork a process with threads. Limits come after setuid, which a process limit of the new user could stop, and
-# so does the death signal, which setuid resets. Python ignores two signals, which the command would inherit.
-_ENTER = """
-import ctypes, json, os, resource, signal, sys
-told = json.loads(sys.argv[1])
-if told["uid"] is not None:
-    os.setgroups([])
-    os.setresgid(told["uid"], told["uid"], told["uid"])
-    os.setresuid(told["uid"], told["uid"], told["uid"])
-if told["parent"] is not None:
-    ctypes.CDLL(None).prctl(1, 9)
-    if os.getppid() != told["parent"]:
-        os._exit(1)
-for name, value in told["limits"].items():
-    kind = getattr(resource, name)
-    hard = resource.getrlimit(kind)[1]
-    wanted = value + 1 if name == "RLIMIT_CPU" else value
-    top = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(kind, (min(value, top), top))
-if told["folder"] is not None:
-    os.chdir(told["folder"])
-for number in (signal.SIGPIPE, signal.SIGXFSZ):
-    signal.signal(number, signal.SIG_DFL)
-os.set_inheritable(told["fd"], False)
-os.write(told["fd"], b".")
-try:
-    os.execvp(sys.argv[2], sys.argv[2:])
-except OSError as error:
-    os.write(told["fd"], f"{sys.argv[2]}: {error.strerror}".encode())
-    os._exit(127)
-"""
+# The signals that the kernel sends for a limit of one process.
+_LIMIT_OF = {"SIGXCPU": "cpu", "SIGXFSZ": "file_size"}
+_ENTRY = Path(__file__).with_name("entry.py")
 
 
 @dataclass(frozen=True)
@@ -65,7 +37,8 @@ class Limits:
     memory_bytes is the address space of each process (programs that reserve much more than they use, such as Bun, need
     None). processes counts the threads of all processes of the box's user. file_bytes is the size of one file, and of
     /tmp and of HOME where these are the box's own. output_bytes is kept of stdout and of stderr each; the rest is
-    read and thrown away.
+    read and thrown away. total_memory_bytes is what all processes of the box hold together (files in its /tmp and
+    HOME aside), workspace_bytes what lies in the workspace: a watcher looks some times a second, and once at the end.
     """
 
     seconds: float = 10.0
@@ -74,11 +47,18 @@ class Limits:
     processes: int | None = 64
     file_bytes: int | None = 64 << 20
     output_bytes: int = 1 << 20
+    total_memory_bytes: int | None = None
+    workspace_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class BoxResult:
-    """How a command ended. exit_code is None where it was stopped for time; killed_by names the signal that ended it."""
+    """How a command ended. exit_code is None where it was stopped by us; killed_by names the signal that ended it.
+
+    over_limit is the limit that ended it, or that it was found to have passed at its end: time, cpu, memory (of all
+    processes together), workspace or file_size. A limit that the command itself met as an error (no memory, no process,
+    no room in /tmp) is not told apart from its other failures.
+    """
 
     exit_code: int | None
     stdout: str
@@ -87,17 +67,24 @@ class BoxResult:
     killed_by: str | None = None
     truncated: bool = False
     seconds: float = 0.0
+    over_limit: str | None = None
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a box starts a command. argv is given the descriptor on which the command's start is told."""
+    """How a box starts a command. argv is given the descriptor on which the command's start is told.
+
+    start_line: where no descriptor leads into the box, the start is told by this line on stderr, before anything that
+    the command writes; stdin is then a pipe that ends when we do. clean_up ends what is not our child.
+    """
 
     argv: Callable[[int], list[str]]
     environment: dict[str, str]
     marker: str
     pass_fds: tuple[int, ...] = ()
     signal_base: int = 0  # a box that tells signals as exit codes has 128 here
+    start_line: str | None = None
+    clean_up: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -105,7 +92,8 @@ class Entry:
     """How a command is entered: as which user, in which folder, dying with which parent.
 
     folder: where only that user may enter it; else the working directory stays. running: threads that the user has
-    already, on top of which the limit counts.
+    already, on top of which the limit counts. endpoint: the socket as the box sees it, and the port for it (0: a free
+    one). stdin: the file to read, where the command is the child of a container's first process.
     """
 
     python: str
@@ -113,26 +101,37 @@ class Entry:
     folder: str | None = None
     parent: int | None = None
     running: int = 0
+    endpoint: tuple[str, int] | None = None
+    stdin: str | None = None
 
 
-def entering(entry: Entry, command: Sequence[str], limits: Limits, started_fd: int) -> list[str]:
+def entering(
+    entry: Entry,
+    command: Sequence[str],
+    limits: Limits,
+    started_fd: int | None,
+    start_line: str | None = None,
+) -> list[str]:
     """Return the argv that takes on user and limits, tells that it did on started_fd, and becomes the command."""
+    others = entry.running + (entry.endpoint is not None) + (entry.stdin is not None)
     values = {
         "RLIMIT_CORE": 0,
         "RLIMIT_CPU": limits.cpu_seconds,
         "RLIMIT_AS": limits.memory_bytes,
         "RLIMIT_FSIZE": limits.file_bytes,
-        "RLIMIT_NPROC": None if limits.processes is None else limits.processes + entry.running,
+        "RLIMIT_NPROC": None if limits.processes is None else limits.processes + others,
     }
-    given = {name: value for name, value in values.items() if value is not None}
     told = {
-        "limits": given,
+        "limits": {name: value for name, value in values.items() if value is not None},
         "uid": entry.uid,
         "folder": entry.folder,
         "parent": entry.parent,
+        "endpoint": entry.endpoint,
+        "stdin": entry.stdin,
         "fd": started_fd,
+        "start_line": start_line,
     }
-    return [entry.python, "-I", "-S", "-c", _ENTER, json.dumps(told), *command]
+    return [entry.python, "-I", "-S", "-c", _ENTRY.read_text(), json.dumps(told), *command]
 
 
 @dataclass
@@ -154,7 +153,7 @@ class _Capped:
 
 
 def supervised(launch: Launch, workspace: Path, limits: Limits, stdin: bytes) -> BoxResult:
-    """Start what `launch` says, read its output, end it when time is up and all of its group in any case."""
+    """Start what `launch` says, read its output, end it when it passes a limit and all of its group in any case."""
     told_read, told_write = os.pipe()
     try:
         with tempfile.TemporaryFile() as given:
@@ -164,53 +163,78 @@ def supervised(launch: Launch, workspace: Path, limits: Limits, stdin: bytes) ->
             child = _started(launch, workspace, given, told_write)
             os.close(told_write)
             told_write = -1
+            watcher = _watcher(child, launch.marker, workspace, limits)
             outputs = (_Capped(limits.output_bytes), _Capped(limits.output_bytes))
             try:
-                in_time = _watched(child, outputs, began + limits.seconds)
+                over = _watched(child, outputs, began + limits.seconds, watcher)
             finally:
-                _ended(child, launch.marker)
+                _ended(child, launch)
             seconds = time.monotonic() - began
-        told = _told(told_read)
+        told = _told(told_read) if launch.start_line is None else _told_by(outputs[1], launch.start_line)
     finally:
         os.close(told_read)
         if told_write >= 0:
             os.close(told_write)
+    end = _End(child.returncode, over, seconds, bool(told), watcher.is_workspace_over())
+    outputs[1].add(told[1:])
+    return _result(end, outputs, launch.signal_base)
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a command came to its end: over is the limit for which we ended it, is_full what its workspace looks like."""
+
+    returncode: int
+    over: str | None
+    seconds: float
+    was_started: bool
+    is_full: bool
+
+
+def _result(end: _End, outputs: tuple[_Capped, _Capped], signal_base: int) -> BoxResult:
     stdout, stderr = outputs
-    if not told and in_time:
-        text = f"the box could not be set up (exit code {child.returncode}): {stderr.text.strip()[-500:]}"
+    if not end.was_started and end.over is None:
+        text = f"the box could not be set up (exit code {end.returncode}): {stderr.text.strip()[-500:]}"
         raise FinetuneError("no_sandbox", text)
-    if told[1:]:
-        stderr.add(told[1:])
-    code, killer = _exit_of(child.returncode, launch.signal_base)
+    code, killer = (None, "SIGKILL") if end.over else _exit_of(end.returncode, signal_base)
     return BoxResult(
-        code if in_time else None,
+        code,
         stdout.text,
         stderr.text,
-        not in_time,
-        killer if in_time else "SIGKILL",
+        end.over == "time",
+        killer,
         stdout.is_cut or stderr.is_cut,
-        seconds,
+        end.seconds,
+        end.over or _LIMIT_OF.get(killer or "") or ("workspace" if end.is_full else None),
     )
 
 
+def _watcher(child: subprocess.Popen[bytes], marker: str, workspace: Path, limits: Limits) -> Watcher:
+    mark = f"{MARKER}={marker}".encode()
+    return Watcher(child.pid, mark, limits.total_memory_bytes, workspace, limits.workspace_bytes)
+
+
 def _started(launch: Launch, workspace: Path, given: IO[bytes], told_fd: int) -> subprocess.Popen[bytes]:
+    is_child = launch.start_line is None
     try:
         return subprocess.Popen(
             launch.argv(told_fd),
             env=launch.environment,
             cwd=workspace,
-            stdin=given,
+            stdin=given if is_child else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            pass_fds=(told_fd, *launch.pass_fds),
+            pass_fds=(told_fd, *launch.pass_fds) if is_child else (),
         )
     except OSError as error:
         raise FinetuneError("no_sandbox", f"the box could not be started: {error}") from error
 
 
-def _watched(child: subprocess.Popen[bytes], outputs: tuple[_Capped, _Capped], end: float) -> bool:
-    """Read both streams until the child has ended; return whether it did before `end` (monotonic seconds).
+def _watched(
+    child: subprocess.Popen[bytes], outputs: tuple[_Capped, _Capped], end: float, watcher: Watcher
+) -> str | None:
+    """Read both streams until the child has ended; return the limit that was passed before: time (`end`), or a watched one.
 
     What the child left running may hold the streams open: its own end counts, not theirs.
     """
@@ -222,32 +246,33 @@ def _watched(child: subprocess.Popen[bytes], outputs: tuple[_Capped, _Capped], e
             selector.register(stream, selectors.EVENT_READ, kept)
         while time.monotonic() < end:
             has_ended = child.poll() is not None
-            events = selector.select(0 if has_ended else max(0.0, min(0.05, end - time.monotonic())))
+            wait_s = 0 if has_ended else max(0.0, min(0.05, end - time.monotonic()))
+            events = selector.select(wait_s) if selector.get_map() else _waited(child, wait_s)
             for key, _ in events:
                 data = os.read(key.fd, _CHUNK)
                 key.data.add(data)
                 if not data:
                     selector.unregister(key.fileobj)
             if has_ended and not events:
-                return True
-            if not selector.get_map():
-                return _waited(child, end)
-    return child.poll() is not None
+                return None
+            if not has_ended and (over := watcher.over()) is not None:
+                return over
+    return None if child.poll() is not None else "time"
 
 
-def _waited(child: subprocess.Popen[bytes], end: float) -> bool:
-    try:
-        child.wait(max(0.0, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def _waited(child: subprocess.Popen[bytes], seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(seconds)
+    return []
 
 
-def _ended(child: subprocess.Popen[bytes], marker: str) -> None:
-    end_group(child, marker)
-    for stream in (child.stdout, child.stderr):
-        assert stream is not None
-        stream.close()
+def _ended(child: subprocess.Popen[bytes], launch: Launch) -> None:
+    if child.poll() is None or child.returncode < 0:
+        launch.clean_up()
+    end_group(child, launch.marker)
+    for stream in (child.stdin, child.stdout, child.stderr):
+        if stream is not None:
+            stream.close()
 
 
 def new_marker() -> str:
@@ -298,6 +323,14 @@ def _told(fd: int) -> bytes:
         return os.read(fd, _CHUNK)
     except BlockingIOError:
         return b""
+
+
+def _told_by(stderr: _Capped, line: str) -> bytes:
+    """Take from stderr what came before the line and the line itself; nothing is told where it never came."""
+    _, found, own = bytes(stderr.content).partition(line.encode())
+    if found:
+        stderr.content[:] = own
+    return b"." if found else b""
 
 
 def _exit_of(returncode: int, signal_base: int) -> tuple[int, str | None]:

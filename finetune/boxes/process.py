@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +26,10 @@ from finetune.boxes.launching import (
     new_marker,
     supervised,
 )
+from finetune.errors import FinetuneError
+
+WORKSPACE = "/workspace"  # what a box that isolates calls the workspace
+_OWN_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "proc", "dev", "workspace")
 
 
 class Box(Protocol):
@@ -39,11 +46,16 @@ class Box(Protocol):
         limits: Limits,
         environment: Mapping[str, str] | None = None,
         stdin: bytes = b"",
+        endpoint: Path | None = None,
+        reads: Mapping[str, Path] | None = None,
     ) -> BoxResult:
         """Run a command in the folder `workspace`, its working directory and the one that it shares with us.
 
-        The environment is the box's own (PATH, HOME, LANG, TMPDIR) and what is given, nothing else. Raises no_sandbox
-        where the box cannot be set up. The command dies with the THREAD that called, so that thread must outlive it.
+        The environment is the box's own (PATH, HOME, LANG, TMPDIR) and what is given, nothing else. endpoint: a unix
+        socket of ours that the command reaches as http://127.0.0.1:8000, its only network; the folder of the socket
+        keeps others away, not its mode. reads: what else the command may read, at absolute places of its own. Raises
+        no_sandbox where the box cannot be set up. The command dies with the THREAD that called, so that thread must
+        outlive it.
         """
         ...
 
@@ -52,7 +64,8 @@ class ProcessBox:
     """A plain child process: limits, a clean environment, its end with all that it started. It is no isolation.
 
     The command reads and writes what our user may, and reaches the network. Started by root, `processes` does not
-    bind; else it counts on top of what runs under our user already.
+    bind; else it counts on top of what runs under our user already. Words of the command and values of its environment
+    that name /workspace, a place of `reads` or the endpoint are told the real ones (the endpoint has a free port).
     """
 
     name = "process"
@@ -68,13 +81,41 @@ class ProcessBox:
         limits: Limits,
         environment: Mapping[str, str] | None = None,
         stdin: bytes = b"",
+        endpoint: Path | None = None,
+        reads: Mapping[str, Path] | None = None,
     ) -> BoxResult:
         marker = new_marker()
-        own = box_environment(str(workspace), str(workspace)) | dict(environment or {}) | {MARKER: marker}
+        places = {WORKSPACE: workspace, **checked_places(reads or {})}
+        given = {name: _real(value, places) for name, value in (environment or {}).items()}
+        own = box_environment(str(workspace), str(workspace)) | given | {MARKER: marker}
+        words = [_real(word, places) for word in command]
         running = num_threads_of(os.getuid()) if limits.processes is not None else 0
-        entry = Entry(self.python, parent=os.getpid(), running=running)
-        launch = Launch(lambda fd: entering(entry, command, limits, fd), own, marker=marker)
+        way = None if endpoint is None else (str(endpoint), 0)
+        entry = Entry(self.python, parent=os.getpid(), running=running, endpoint=way)
+        launch = Launch(lambda fd: entering(entry, words, limits, fd), own, marker=marker)
         return supervised(launch, workspace, limits, stdin)
+
+
+def checked_places(reads: Mapping[str, Path]) -> dict[str, Path]:
+    """Return the places with the real paths of what is to be read there; raises bad_value and file_missing."""
+    found = {}
+    for place, path in reads.items():
+        parts = Path(place).parts
+        if not place.startswith("/") or ".." in parts or len(parts) < 2 or parts[1] in _OWN_FOLDERS:
+            text = f"{place}: no place for something to read in a box: an absolute one outside {', '.join(_OWN_FOLDERS)}"
+            raise FinetuneError("bad_value", text)
+        if not path.exists():
+            raise FinetuneError("file_missing", f"{path}, to be read in a box as {place}, is not there")
+        found[str(Path(place))] = path.resolve()
+    return found
+
+
+def _real(text: str, places: Mapping[str, Path]) -> str:
+    """Return a text in which each place of a box is told by its real path."""
+    for place in sorted(places, key=len, reverse=True):
+        path = str(places[place]).replace("\\", r"\\")
+        text = re.sub(rf"(?<![\w./-]){re.escape(place)}(?![\w.-])", path, text)
+    return text
 
 
 def box_environment(home: str, temporary: str) -> dict[str, str]:
@@ -111,13 +152,26 @@ def num_threads_of(uid: int) -> int:
 @contextlib.contextmanager
 def new_workspace(files: Mapping[str, str | bytes]) -> Iterator[Path]:
     """Make a folder with these files (name -> content), which is gone afterwards with what a command left in it."""
-    with tempfile.TemporaryDirectory(prefix="finetune-box-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+    folder = Path(tempfile.mkdtemp(prefix="finetune-box-"))
+    try:
         for path, content in files.items():
             target = folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content.encode() if isinstance(content, str) else content)
         yield folder
+    finally:
+        remove_tree(folder)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder that a command has filled: folders may be closed, or nested deeper than Python's own removal goes."""
+    try:
+        shutil.rmtree(folder)
+    except (OSError, RecursionError):
+        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            subprocess.run(
+                [*command, "--", str(folder)], stdin=subprocess.DEVNULL, capture_output=True, check=False
+            )
 
 
 def read_back(workspace: Path, name: str, limit: int = 1 << 20) -> bytes | None:

@@ -1,0 +1,1 @@
+cp report.txt backup.txt
