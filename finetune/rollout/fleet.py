@@ -12,6 +12,7 @@ import torch
 
 from finetune.config import GrpoConfig
 from finetune.model.adapter import read_adapter_config
+from finetune.model.footprint import OWN_DEVICE_SHARE
 from finetune.model.source import Source, model_facts
 from finetune.rollout.server import ManagedServer, ServerSettings
 from finetune.rollout.sync import Syncer
@@ -19,7 +20,6 @@ from finetune.rollout.versions import VersionStore
 from finetune.rollout.vllm import VllmEngine
 
 _SERVED = {"bf16": ("bfloat16", torch.bfloat16), "fp32": ("float32", torch.float32)}
-_OWN_DEVICE_SHARE = 0.9  # of the memory of a device that an engine has to itself
 
 
 @dataclass
@@ -114,7 +114,7 @@ def start_fleet(
             max_loras=config.max_staleness + 3,
             devices=tuple(place["devices"]),
             tensor_parallel=config.rollout_tp,
-            memory_fraction=config.vllm_memory_fraction if shares else _OWN_DEVICE_SHARE,
+            memory_fraction=config.vllm_memory_fraction if shares else OWN_DEVICE_SHARE,
             seed=config.seed,
             threads=os.cpu_count() or 1,
             more=tuple(config.vllm_args),

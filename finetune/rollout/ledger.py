@@ -50,13 +50,17 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """The rollouts of one batch: step is the first optimizer step that trains on them, version and digest the policy's."""
+    """The rollouts of one batch: step is the first optimizer step that trains on them, version and digest the policy's.
+
+    tokens: what each token of them writes, by its id as text (see data.tokens.token_texts), for readers without a tokenizer.
+    """
 
     step: int
     version: int
     digest: str
     rollouts: list[Rollout]
     facts: dict[str, Any] = field(default_factory=dict)  # phase times and counts
+    tokens: dict[str, str | list[int]] = field(default_factory=dict)
 
 
 def account(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -109,10 +113,19 @@ class RolloutFiles:
             raise FinetuneError(
                 "bad_rollouts", f"{path}: no rollouts of ours: {error}", file=str(path)
             ) from error
-        if len(rollouts) != head["num_rollouts"]:
-            text = f"{path}: {len(rollouts)} rollouts where {head['num_rollouts']} belong"
+        if len(rollouts) != head.get("num_rollouts"):
+            text = f"{path}: {len(rollouts)} rollouts where {head.get('num_rollouts')} belong"
             raise FinetuneError("bad_rollouts", text, file=str(path))
-        return RolloutBatch(head["step"], head["version"], head["digest"], rollouts, head["facts"])
+        known = (head["step"], head["version"], head["digest"], rollouts, head["facts"])
+        return RolloutBatch(*known, tokens=head.get("tokens", {}))
+
+    def write_trained(self, step: int, logprobs: dict[str, list[float]]) -> None:
+        """Put the trainer's log-probs of a batch, as training on it began, beside the sampler's: by rollout, one a token."""
+        head = {"kind": "trained", "step": step, "num_rollouts": len(logprobs)}
+        lines = [to_json(head)]
+        for name, values in logprobs.items():
+            lines.append(to_json({"id": name, "logprobs": [round(one, 6) for one in values]}))
+        write_atomically(self.path(step, "trained"), "".join(line + "\n" for line in lines))
 
     def wait(self, step: int, digest: str, beat: Callable[[], None], kind: str = "step") -> RolloutBatch:
         """Return the batch once it is there; whoever waits is ended from outside where it never comes."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,12 +30,13 @@ def generate(
     sampling: Sampling,
     seeds: Sequence[int] | None = None,
     batch_tokens: int = BATCH_TOKENS,
+    beat: Callable[[], None] = lambda: None,
 ) -> list[Completion]:
     """Return one completion per prompt, in the order of the prompts.
 
     seeds: of each prompt; its place where they are left out. batch_tokens: prompt and new tokens of one batch at most,
-    padding included. Raises FinetuneError(too_long) for a
-    prompt that is empty or leaves no room for max_new_tokens in the model's context.
+    padding included. beat: called before each token of a batch; what it raises ends the sampling. Raises
+    FinetuneError(too_long) for a prompt that is empty or leaves no room for max_new_tokens in the model's context.
     """
     _check_lengths(model, prompts, sampling)
     seeds = range(len(prompts)) if seeds is None else seeds
@@ -50,7 +51,7 @@ def generate(
                     torch.stack([_uniforms(seeds[index], sampling.max_new_tokens) for index in indices]),
                     *_prefilled(model, [prompts[index] for index in indices]),
                 )
-                _complete(model, batch, sampling)
+                _complete(model, batch, sampling, beat)
     finally:
         model.train(was_training)
     return completions
@@ -117,10 +118,11 @@ class _Batch:
         self.mask_BK = torch.cat([self.mask_BK, torch.ones_like(self.ids_BP)], dim=1)
 
 
-def _complete(model: PreTrainedModel, batch: _Batch, sampling: Sampling) -> None:
+def _complete(model: PreTrainedModel, batch: _Batch, sampling: Sampling, beat: Callable[[], None]) -> None:
     """Extend the completions of a batch token by token; rows that have ended leave it."""
     stop_ids, can_drop = set(sampling.stop_ids), attends_to_all(model)
     for step in range(sampling.max_new_tokens):
+        beat()
         logits_BV = _next_logits(model, batch)
         tokens_B, logprobs_B = choose(
             logits_BV, sampling.temperature, batch.uniforms_BT[:, step].to(logits_BV.device)
@@ -213,14 +215,15 @@ def _shared_prefix(prompts: list[list[int]]) -> list[int]:
 class LocalEngine:
     """An engine in this process: `model` answers with the weights that it holds at the moment, known as `version`."""
 
-    def __init__(self, model: PreTrainedModel, version: str) -> None:
+    def __init__(self, model: PreTrainedModel, version: str, beat: Callable[[], None] = lambda: None) -> None:
         self.model = model
         self.version = version
+        self.beat = beat
 
     def sample(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Completion | Fault]]:
         prompts = [call.prompt_ids for call in calls for _ in range(call.count)]
         seeds = [call.seed + place for call in calls for place in range(call.count)]
-        found = iter(generate(self.model, prompts, sampling, seeds))
+        found = iter(generate(self.model, prompts, sampling, seeds, beat=self.beat))
         return [[replace(next(found), version=self.version) for _ in range(call.count)] for call in calls]
 
     def close(self) -> None:

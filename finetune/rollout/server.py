@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import secrets
 import signal
@@ -24,12 +23,13 @@ import httpx
 
 import finetune
 from finetune.errors import FinetuneError
+from finetune.model.footprint import cache_bytes_per_token, served_cache_gib
 from finetune.rollout import guard
 from finetune.rollout.engine import BASE_VERSION
 from finetune.rollout.serverlog import is_port_taken, read_since, start_failure
+from finetune.rules import served_lora_rank
 
 WORKER_EXTENSION = "finetune.rollout.weights.ServedWeights"
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes, but for 1
 GRACE_S = 5.0  # in which a server told to stop may leave by itself
 PORT_TRIES = 3
 LEAST_BATCH_TOKENS = 4096  # that a server on the CPU takes in at once; a prompt is never split there
@@ -75,17 +75,6 @@ class ServerSettings:
     more: tuple[str, ...] = ()
     start_timeout_s: float = 900.0
     extension: str | None = WORKER_EXTENSION
-
-
-def served_lora_rank(rank: int) -> int:
-    """Return the smallest rank that vLLM can serve and that holds `rank`; raises FinetuneError(bad_value) above 512."""
-    for served in LORA_RANKS:
-        if rank <= served:
-            return served
-    text = (
-        f"lora_rank {rank}: vLLM serves adapters up to rank {LORA_RANKS[-1]}; lower it or take --sync merged"
-    )
-    raise FinetuneError("bad_value", text, setting="lora_rank", most=LORA_RANKS[-1])
 
 
 def server_command(settings: ServerSettings, port: int, nonce: str) -> list[str]:
@@ -194,16 +183,11 @@ def _source_root(settings: ServerSettings) -> str:
 def cache_gib(settings: ServerSettings) -> int:
     """Return the GiB of a CPU server's key-value cache: all its completions at full length, within a quarter of the memory."""
     config = json.loads((settings.model / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
-    heads = config.get("num_attention_heads", 32)
-    width = config.get("head_dim") or config.get("hidden_size", 4096) // heads
-    bytes_per_token = (
-        2 * config.get("num_hidden_layers", 32) * config.get("num_key_value_heads", heads) * width
+    per_token = cache_bytes_per_token(
+        config.get("text_config", config), 4 if settings.dtype == "float32" else 2
     )
-    bytes_per_token *= 4 if settings.dtype == "float32" else 2
-    wanted = bytes_per_token * settings.max_model_len * settings.concurrency
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, math.ceil(min(wanted, memory / 4) / 2**30))
+    return served_cache_gib(per_token, settings.max_model_len, settings.concurrency, memory)
 
 
 class ManagedServer:

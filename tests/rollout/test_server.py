@@ -17,11 +17,11 @@ from finetune.rollout import server as server_module
 from finetune.rollout.server import (
     ServerSettings,
     cache_gib,
-    served_lora_rank,
     server_command,
     server_environment,
 )
 from finetune.rollout.serverlog import first_traceback, plain_lines, read_since, start_failure
+from finetune.rules import served_lora_rank
 
 
 def test_the_served_rank_is_the_next_that_vllm_takes() -> None:
