@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from agent.commands import VERBS, Call
+from agent.commands import VERBS, Call, carried_out
+from agent.flags import detach
 from agent.render import Answer, document, for_people, text_of
 from agent.request import method_in
 from agent.runner import Context, guarded
@@ -28,6 +30,15 @@ EXIT_CODES = """exit codes:
   6 needs confirmation"""
 EXAMPLE = """example:
   finetune run --method sft --model builtin:smollm2-135m --data rows.jsonl --out runs/a --dry-run"""
+
+# What stands after a verb in its usage line, where it is no single run.
+USED_WITH = {
+    "verifier-skeleton": " FILE",
+    "report": " RUN [RUN ...]",
+    "explain-error": " CODE|RUN|FILE|TEXT",
+    "skills": " install|list",
+    "tasks": " check DIR|FILE|builtin:desk",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,18 +73,19 @@ def overview() -> str:
     )
 
 
-def answer_to(argv: list[str]) -> Answer:
-    """Return what the command answers; raise FinetuneError or Problems where it cannot."""
+def answer_to(
+    argv: list[str], cwd: Path | None = None, check: Callable[[Call], None] = lambda call: None
+) -> Answer:
+    """Return what the command answers; raise FinetuneError or Problems where it cannot, or where `check` does."""
     name = argv[0]
     if name not in VERBS:
         raise FinetuneError(
             "usage",
             f"{unknown_name(name, list(VERBS)).replace('setting', 'verb')}; there are: {', '.join(VERBS)}",
         )
-    call = read_call(name, argv[1:], Context(read_machine(), Path.cwd(), argv))
-    if not VERBS[name].takes_settings:
-        call.refuse_problems()
-    return VERBS[name].answer(call)
+    call = read_call(name, argv[1:], Context(read_machine(), cwd or Path.cwd(), argv))
+    check(call)
+    return carried_out(call)
 
 
 def read_call(name: str, arguments: list[str], context: Context) -> Call:
@@ -95,7 +107,7 @@ def make_parser(name: str, method: Method | None, advanced: bool = False) -> Fla
     """Return the parser of one verb: its own flags, and the settings of a method where it takes them."""
     verb = VERBS[name]
     positional = " RUN" if name in ("status", "logs", "stop", "resume", "generate", "export") else ""
-    positional = " FILE" if name == "verifier-skeleton" else positional
+    positional = USED_WITH.get(name, positional)
     parser = FlagParser(
         prog=f"finetune {name}",
         usage=f"finetune {name}{positional} [flags]",
@@ -105,6 +117,11 @@ def make_parser(name: str, method: Method | None, advanced: bool = False) -> Fla
     )
     parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
     verb.flags(parser)
+    if verb.is_job:
+        detach(
+            parser,
+            "do it in a process of its own and return a handle at once; `finetune status` gives the result",
+        )
     if method:
         parser.add_argument("--help-all", action="store_true", help="this help with the advanced settings")
         group = parser.add_argument_group(f"settings of {method.name} ({method.summary})")

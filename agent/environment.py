@@ -15,7 +15,8 @@ _SECRET_NAME = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASS|CREDENTI
 _SECRET_SHAPE = re.compile(
     r"\b(hf_[A-Za-z0-9]{10,}|sk-[A-Za-z0-9_-]{10,}|gh[pousr]_[A-Za-z0-9]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}|AKIA[0-9A-Z]{16})\b"
 )
-_URL_PASSWORD = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
+# One slash is what is left of a URL that was taken for a path.
+_URL_PASSWORD = re.compile(r"(?:(?<=://)|(?<=:/))[^/@\s'\"]+(?=@)")
 _SHORTEST_SECRET = 6  # shorter values ("1", "yes") would blank out ordinary words
 
 # Names that launched processes keep. What a trailing * stands for is any ending.

@@ -53,6 +53,10 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -68,10 +72,36 @@ class RunFolder:
     def lock(self) -> Path:
         return self.path / ".lock"
 
+    @property
+    def start_request(self) -> Path:
+        return self.path / ".start.json"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.logs / "supervisor.log"
+
     def last_checkpoint(self) -> Path | None:
         """Return the newest complete checkpoint; its manifest is written last."""
         found = [path.parent for path in (self.path / "checkpoints").glob("step-*/manifest.json")]
         return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all files in the folder; those that vanish meanwhile are left out."""
+        total = 0
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    total += os.lstat(os.path.join(folder, name)).st_size
+        return total
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        """Append an event; training appends its own to the same file, each a line in one write."""
+        line = to_json(scrub({"time": time.time(), "kind": kind, **facts})) + "\n"
+        handle = os.open(self.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(handle, line.encode())
+        finally:
+            os.close(handle)
 
 
 def new_run_id(method: str) -> str:

@@ -1,6 +1,7 @@
-"""What to do about a failure: one hint per error and warning code, and what the text of an unknown traceback means.
+"""What to do about a failure: one hint per error and warning code and per cause that only logs or metrics tell.
 
-The cause of a failed run is the earliest traceback over the logs of all ranks; a launcher's summary is never the cause.
+The cause of a failed run is the earliest error over the logs of all ranks, never a launcher's summary; a text that no
+pattern knows is called unknown, and nothing is guessed.
 """
 
 from __future__ import annotations
@@ -8,28 +9,28 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agent.tracebacks import Line, Traceback, first_traceback, read_lines, tracebacks_of
 from finetune.errors import FinetuneError
 from finetune.knobs import unknown_name
 
+__all__ = ["first_traceback"]
+
 _FOLDER = Path(__file__).parent
-_LAUNCHER = re.compile(
-    r"ChildFailedError|ProcessRaisedException|ProcessExitedException|torch\.multiprocessing\.spawn"
-)
-_TRACEBACK = "Traceback (most recent call last):"
-_TIME = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d(?:[.,]\d+)?)")
-_MOST_BYTES = 2_000_000  # of one log
+# Which of several errors of one moment is the cause: what the user gave, the machine, then what the ranks say of each other.
+KINDS = ("data", "template", "config", "hardware", "unknown", "collective")
+_WITHOUT_CAUSE = ("training_failed", "rank_died", "preflight_failed")
 _LINES_SHOWN = 20
 _ENGINE_LOG = "vllm-"
 
 
 @dataclass(frozen=True)
 class Hint:
-    """id is the error or warning code."""
+    """id is an error or warning code, or the name of a cause that only logs or metrics tell."""
 
     id: str
     cause: str
@@ -39,28 +40,37 @@ class Hint:
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a piece of log text means; `sample` is a text that it must find."""
+    """What a piece of log text means. alone: it is also looked for in lines that belong to no traceback."""
 
+    id: str
+    kind: str
     hint: str
     pattern: re.Pattern[str]
     cause: str
-    sample: str
+    alone: bool = False
+    fix: str | None = None  # in place of the hint's
 
 
 @dataclass(frozen=True)
-class Traceback:
-    """The first traceback of one log: its text, and the line and time at which it stands."""
+class Finding:
+    """One error of a log, or a line that means one. known is None where no pattern finds it and it names no code of ours."""
 
-    file: Path
+    file: Path | None
     line: int
-    time: str  # "" where the log has no times before it
+    time: str
+    error: str
     text: str
+    traceback: Traceback | None = None
+    known: Pattern | None = None
 
     @property
-    def error(self) -> str:
-        """Return the line that names the exception: the last one that is not indented."""
-        lines = [line for line in self.text.splitlines() if line.strip() and not line.startswith((" ", "\t"))]
-        return lines[-1] if lines else ""
+    def kind(self) -> str:
+        return self.known.kind if self.known else "unknown"
+
+    @property
+    def fix(self) -> str | None:
+        """The action, where it is known: the pattern's own, else its hint's."""
+        return (self.known.fix or hint(self.known.hint).fix) if self.known else None
 
 
 @functools.cache
@@ -71,15 +81,14 @@ def hints() -> dict[str, Hint]:
 
 @functools.cache
 def patterns() -> tuple[Pattern, ...]:
-    entries = tomllib.loads((_FOLDER / "patterns.toml").read_text(encoding="utf-8"))["pattern"]
+    entries = tomllib.loads((_FOLDER / "patterns.toml").read_text(encoding="utf-8"))
     return tuple(
-        Pattern(entry["hint"], re.compile(entry["pattern"]), entry["cause"], entry["sample"])
-        for entry in entries
+        Pattern(name, **entry | {"pattern": re.compile(entry["pattern"])}) for name, entry in entries.items()
     )
 
 
 def hint(code: str) -> Hint:
-    """Return the hint of a code, or raise FinetuneError(bad_value) with the nearest one."""
+    """Return the hint of a code or cause, or raise FinetuneError(bad_value) with the nearest one."""
     if code not in hints():
         raise FinetuneError("bad_value", f"hint {unknown_name(code, list(hints()))}", hint=code)
     return hints()[code]
@@ -88,7 +97,7 @@ def hint(code: str) -> Hint:
 def described(error: FinetuneError) -> dict[str, Any]:
     """Return an error as an answer shows it: the message is the cause, fix and confirm come from the hint.
 
-    The hint is that of the code, unless the logs told more (evidence.hint_id).
+    The hint is that of the code, unless the logs told more (evidence.hint_id, evidence.fix).
     """
     evidence = dict(error.evidence)
     own = hint(evidence.pop("hint_id", error.code))
@@ -96,56 +105,10 @@ def described(error: FinetuneError) -> dict[str, Any]:
         "hint_id": own.id,
         "code": error.code,
         "cause": error.message,
-        "fix": own.fix,
+        "fix": evidence.pop("fix", None) or own.fix,
         "confirm": own.confirm,
         "evidence": evidence,
     }
-
-
-def first_traceback(path: Path) -> Traceback | None:
-    """Return the first traceback of a log that is no launcher's summary."""
-    with open(path, "rb") as file:
-        text = file.read(_MOST_BYTES).decode("utf-8", "replace")
-    lines = (
-        text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    )  # progress bars hide errors behind carriage returns
-    last_time = ""
-    for number, line in enumerate(lines):
-        if found := _TIME.search(line):
-            last_time = " ".join(found.groups())
-        if _TRACEBACK in line:
-            block = _block(lines, number)
-            if not _LAUNCHER.search(block):
-                return Traceback(path, number + 1, last_time, block)
-    return None
-
-
-def _block(lines: list[str], start: int) -> str:
-    """Return the traceback that begins at a line: up to the exception's own lines, chained ones not included."""
-    block = [lines[start]]
-    for line in lines[start + 1 : start + 400]:
-        if _TRACEBACK in line:
-            break
-        if not line.strip() and not block[-1].startswith((" ", "\t")):
-            break
-        block.append(line)
-    return "\n".join(block)
-
-
-def earliest_traceback(logs: Path) -> Traceback | None:
-    """Return the earliest traceback over the logs of a run: by the time before it, else by when its log was last written.
-
-    An engine prints tracebacks that it survives, and one that dies is told by the rank that asked it: its log comes last.
-    """
-    found = _tracebacks(path for path in logs.glob("*.log") if not path.name.startswith(_ENGINE_LOG))
-    found = found or _tracebacks(logs.glob(f"{_ENGINE_LOG}*.log"))
-    return min(
-        found, key=lambda traceback: (traceback.time or "9", traceback.file.stat().st_mtime), default=None
-    )
-
-
-def _tracebacks(paths: Iterable[Path]) -> list[Traceback]:
-    return [traceback for path in sorted(paths) if (traceback := first_traceback(path))]
 
 
 def match(text: str) -> Pattern | None:
@@ -153,20 +116,87 @@ def match(text: str) -> Pattern | None:
     return next((pattern for pattern in patterns() if pattern.pattern.search(text)), None)
 
 
+def _meaning(error: Traceback) -> Pattern | None:
+    """Return what an error means: by the code that it names, else by its exceptions' lines, else by all of its text."""
+    if error.ours and error.ours[0] in hints():
+        code, message = error.ours
+        kind = "collective" if code in ("rank_died", "rank_stuck") else "config"
+        return Pattern(f"code:{code}", kind, code, re.compile(re.escape(message)), message)
+    texts = (*error.errors, error.text, *error.chain)
+    return next((known for text in texts if (known := match(text))), None)
+
+
+def findings_of(lines: list[Line], file: Path | None = None) -> list[Finding]:
+    """Return what a log tells of failures, in the order of its lines: its errors, and lines that mean one by themselves."""
+    errors = tracebacks_of(lines, file)
+    found = [
+        Finding(file, error.line, error.time, error.error, error.text, error, _meaning(error))
+        for error in errors
+    ]
+    inside = {text for error in errors for block in (error.text, *error.chain) for text in block.splitlines()}
+    seen: set[str] = set()
+    for line in lines:
+        if not line.text or line.text in inside:
+            continue
+        known = next((one for one in patterns() if one.alone and one.pattern.search(line.text)), None)
+        if known and known.id not in seen:
+            seen.add(known.id)
+            found.append(Finding(file, line.number, line.time, line.text.strip(), line.text, None, known))
+    return sorted(found, key=lambda finding: finding.line)
+
+
+def findings(logs: Sequence[Path]) -> list[Finding]:
+    """Return what several logs tell, the cause first: by time, then by kind of cause.
+
+    A log without times counts by when it was last written; where one has none, what ranks say of each other comes
+    last, for it follows from something. An engine prints errors that it survives: its log comes after all others.
+    """
+    every = [findings_of(read_lines(path), path) for path in sorted(logs)]
+    first = [found[0] for found in every if found]
+    are_timed = all(finding.time for finding in first)
+
+    def place(finding: Finding) -> tuple[Any, ...]:
+        assert finding.file is not None, "each comes from a log"
+        is_engine = finding.file.name.startswith(_ENGINE_LOG)
+        is_late = not are_timed and finding.kind == "collective"
+        written = 0.0 if finding.time else finding.file.stat().st_mtime
+        return is_engine, is_late, finding.time or "9", written, KINDS.index(finding.kind), finding.line
+
+    rest = sorted((finding for found in every for finding in found[1:]), key=place)
+    return sorted(first, key=place) + rest
+
+
+def logs_of(folder: Path) -> list[Path]:
+    """Return the logs of a folder and the folders in it; attempt-N holds those of earlier attempts of a run."""
+    kinds = (".log", ".out", ".err", ".txt")
+    paths = [
+        path
+        for path in folder.rglob("*")
+        if (path.suffix in kinds or path.name in ("stdout", "stderr")) and path.is_file()
+    ]
+    return sorted(path for path in paths if "attempt-" not in str(path.parent.relative_to(folder)))[:200]
+
+
+def earliest_traceback(logs: Path) -> Traceback | None:
+    """Return the error that came first over the logs of a folder."""
+    found: Iterable[Finding] = findings(list(logs.glob("*.log")))
+    return next((finding.traceback for finding in found if finding.traceback), None)
+
+
 def diagnosed(error: FinetuneError, logs: Path) -> FinetuneError:
-    """Return a failure that has no cause of its own with what the logs say it is; an unknown one with its first traceback."""
-    if error.code not in ("training_failed", "rank_died", "preflight_failed"):
+    """Return a failure that has no cause of its own with what the logs say it is; an unknown one with its first error."""
+    if error.code not in _WITHOUT_CAUSE:
         return error
-    traceback = earliest_traceback(logs)
-    if traceback is None:
+    found = next(iter(findings(list(logs.glob("*.log")))), None)
+    if found is None:
         return error
-    known = match(traceback.error) or match(traceback.text)
-    lines = traceback.text.splitlines()[-_LINES_SHOWN:]
-    found = error.evidence | {"log": str(traceback.file), "line": traceback.line, "traceback": lines}
-    if known is None:
-        return FinetuneError(
-            error.code,
-            f"{error.message}; the cause is unknown, the first error is: {traceback.error}",
-            **found,
-        )
-    return FinetuneError(error.code, f"{known.cause}: {traceback.error}", **found | {"hint_id": known.hint})
+    lines = found.text.splitlines()[-_LINES_SHOWN:]
+    facts = error.evidence | {"log": str(found.file), "line": found.line, "traceback": lines}
+    if found.known is None:
+        text = f"{error.message}; the cause is unknown, the first error is: {found.error}"
+        return FinetuneError(error.code, text, **facts)
+    known = found.known
+    if known.kind == "collective" and error.code == "rank_died":
+        return FinetuneError(error.code, error.message, **facts)  # which rank and why is told already
+    text = f"{known.cause}: {found.error}"
+    return FinetuneError(error.code, text, **facts | {"hint_id": known.hint, "fix": found.fix})

@@ -12,16 +12,14 @@ from typing import Any
 
 from agent.environment import scrub_text, secret_values
 from agent.folder import RunFolder, read_document
+from agent.health import health
 from agent.plan import home
 from agent.states import judged
 from finetune.errors import FinetuneError
 from finetune.records import read_lines, write_atomically
 
 _TAIL_BYTES = 256_000
-_WINDOW = 20  # steps that a rule looks at
-_HIGH_GRAD_NORM = 100.0
-_HIGH_MISMATCH = 1e-2  # k3 of sampler and trainer, nats
-_LOW_ENTROPY = 1e-2  # nats
+_WINDOW = 20  # steps that a mean is of
 _ENDS = 5  # steps of which a first and a last reward are the mean
 _SHOWN_ELSEWHERE = (
     "step num_steps loss eval_loss learning_rate grad_norm tokens_per_s peak_memory_bytes step_s"
@@ -136,7 +134,7 @@ def progress(folder: RunFolder) -> dict[str, Any]:
         ),
         "peak_memory_bytes": last.get("peak_memory_bytes"),
         "eta_s": round(left * (_mean(seconds) or 0.0), 1) if seconds else None,
-        "health": health(recent),
+        "health": health(lines),
     } | _of_rollouts(lines)
 
 
@@ -164,53 +162,6 @@ def reward_course(folder: RunFolder) -> dict[str, float | None] | None:
 
 def _mean(values: list[float]) -> float | None:
     return round(math.fsum(values) / len(values), 6) if values else None
-
-
-def health(lines: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return the rules that the last steps break, as rules of thumb: {"hint_id", "text"}. A single odd step breaks none."""
-    broken = []
-    if any(line.get("loss") is None for line in lines):
-        broken.append({"hint_id": "non_finite", "text": "the loss is not finite"})
-    norms = [line["grad_norm"] for line in lines if line.get("grad_norm") is not None]
-    if len(norms) >= _WINDOW and min(norms) > _HIGH_GRAD_NORM:
-        broken.append(
-            {
-                "hint_id": "non_finite",
-                "text": f"grad_norm has been above {_HIGH_GRAD_NORM:g} for {_WINDOW} steps: lower the learning rate",
-            }
-        )
-    if len(norms) >= 5 and not any(norms):
-        broken.append({"hint_id": "no_learning_signal", "text": "grad_norm is 0: nothing is learned"})
-    return broken + _health_of_rollouts(lines)
-
-
-def _health_of_rollouts(lines: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return what the last steps say about rewards, sampler and entropy; a loss of 0 is usual here and says nothing."""
-    rules = (
-        ("no_learning_signal", "reward_mean", lambda value: value == 0, "no rollout has had a reward"),
-        (
-            "no_learning_signal",
-            "zero_variance_share",
-            lambda value: value == 1,
-            "all groups have had equal rewards",
-        ),
-        ("no_learning_signal", "truncated_share", lambda value: value == 1, "all completions have been cut"),
-        (
-            "sampler_mismatch",
-            "logp_gap_k3",
-            lambda value: value > _HIGH_MISMATCH,
-            "sampler and trainer have differed",
-        ),
-        ("low_entropy", "entropy", lambda value: value < _LOW_ENTROPY, "the policy has hardly varied"),
-    )
-    found = []
-    for hint_id, name, is_bad, what in rules:
-        values = [line[name] for line in lines if line.get(name) is not None]
-        if len(values) >= _WINDOW and all(is_bad(value) for value in values):
-            found.append(
-                {"hint_id": hint_id, "text": f"{what} for {len(values)} steps ({name} {values[-1]:.3g})"}
-            )
-    return found
 
 
 def poll_seconds(eta_s: float | None) -> int:

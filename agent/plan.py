@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from agent import preflight
-from agent.decisions import BYTES_PER_TRAINED, Place, decided
+from agent.checks import checks_of
+from agent.decisions import Place, decided, differences_from_default
 from agent.engines import (
     EnginePlace,
     check_grpo,
@@ -28,6 +29,7 @@ from agent.engines import (
     waiting_threads,
 )
 from agent.environment import child_environment, replayed_environment
+from agent.estimates import Scene, engine_memory, estimated, memory_estimate, quick_memory
 from agent.folder import SCHEMA_VERSION, RunFolder, read_document, write_document
 from agent.preflight import Findings, ModelFound
 from agent.request import Request
@@ -72,8 +74,10 @@ def make_plan(
     devices = preflight.devices_of_ranks(device, config.num_gpus, machine, found)
     engines = engine_places(config, device, machine, found)
     model = preflight.find_model(config, verify_model, found)
-    config = decided(config, sources, Place(device, devices, engines, model, machine, cwd))
+    place = Place(device, devices, engines, model, machine, cwd)
+    config = decided(config, sources, place)
     _check_decided(config, request, machine, found)
+    preflight.check_dtype(config, devices, machine, found)
     data = {
         "files": preflight.find_data(config.data, found),
         "eval_files": preflight.find_data(preflight.held_out_sources(config), found),
@@ -87,17 +91,22 @@ def make_plan(
         "created": time.time(),
         "level": "quick",
         "settings": _with_sources(config, sources),
+        "differs_from_default": differences_from_default(config, request.set_by_user, place),
         "model": _model_section(model, config),
         "data": data,
         "parallel": _parallel_section(config, request, devices, engines),
         "arithmetic": _arithmetic(config, data, found),
-        "estimates": _estimates(config, model, found),
+        "estimates": {},
+        "checks": [],
         "identity": identity,
         "launch": _launch_section(config, devices, machine.environ),
         "prepared": None,
         "report": None,
         "warnings": [],
     }
+    scene = Scene(config, machine, devices, home(machine.environ))
+    plan["estimates"] = _estimates(plan, scene, model, found)
+    plan["checks"] = checks_of(plan, scene, model.source if model else None, found)
     return finished(plan, found), found
 
 
@@ -222,14 +231,20 @@ def _groups(config: RunConfig, batch: int | None, steps: int | None) -> dict[str
     }
 
 
-def _estimates(config: RunConfig, model: ModelFound | None, found: Findings) -> dict[str, Any]:
-    """Return bytes on disk and, once the full checks ran, in memory."""
-    if model is None:
-        return {"disk_bytes": None, "memory_bytes_per_rank": None}
-    checkpoint = num_trainable(config, model.source) * BYTES_PER_TRAINED
-    needed = checkpoint * (config.checkpoints_kept + 2)  # the best one and the final adapter besides
-    free = preflight.check_disk(Path(config.out), needed, found)
-    return {"disk_bytes": needed, "free_disk_bytes": free, "memory_bytes_per_rank": None}
+def _estimates(
+    plan: Mapping[str, Any], scene: Scene, model: ModelFound | None, found: Findings
+) -> dict[str, Any]:
+    """Return time, disk, generated tokens and memory as far as rows that nobody has read yet tell them."""
+    costs = estimated(plan, scene)
+    if costs["disk_bytes"] is not None:
+        costs["free_disk_bytes"] = preflight.check_disk(Path(scene.config.out), costs["disk_bytes"], found)
+    if model is None or not model.facts.parameters:
+        return costs | {"memory_bytes_per_rank": None}
+    parts = quick_memory(model.source, scene.config, plan["model"]["trained_parameters"])
+    memory = memory_estimate(plan, scene, parts, engine_memory(model.source, scene.config, scene.machine))
+    preflight.check_memory(memory["verdicts"], False, found)
+    preflight.check_shared_memory(plan["model"], scene.config, scene.machine, found)
+    return costs | memory
 
 
 def _identity(

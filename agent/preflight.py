@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent.environment import secret_values
+from agent.environment import scrub_text, secret_values
 from agent.system import Device, Machine, free_disk
-from finetune.config import RunConfig
+from finetune.config import GrpoConfig, RunConfig
 from finetune.data.arguments import TEMPLATE_NAMES, column_names, template_arguments
 from finetune.data.rows import data_digest, eval_sources
 from finetune.errors import FinetuneError, Problems
@@ -30,6 +30,7 @@ from finetune.model.source import (
 Note = tuple[str, str]  # code of a warning, text
 GIB = 2**30
 _DISK_RESERVE = 1 * GIB
+_VERSIONS = 3  # of the weights that lie in shared memory: what is served, what comes next, and one to spare
 _LONGEST_NAME = 255  # bytes, on the file systems that people have
 _HIDDEN = "there is an accelerator here ({signs}), but it is hidden from this process"
 _WHY_MISSING = {
@@ -123,6 +124,9 @@ def find_model(config: RunConfig, verify: bool, found: Findings) -> ModelFound |
         found.warn(
             "remote_code", f"model {config.model} runs its own Python code, as --trust-remote-code allows"
         )
+    if source.kind == "folder" and not tokenizer_files(source):
+        text = f"model {config.model}: {source.folder} has no file of a tokenizer; copy tokenizer.json beside the weights"
+        found.add(FinetuneError("unsupported_model", text, setting="model"))
     if config.tuning == "lora" and not config.init_adapter:
         found.problems += target_problems(source, config.lora_targets)
     if config.max_length and config.max_length > model.facts.context:
@@ -174,10 +178,14 @@ def stored_secrets(settings: Mapping[str, Any], environ: Mapping[str, str]) -> I
     """Yield the settings that hold the value of a secret: settings are written to disk, so a secret has no place there."""
     names = {value: name for name, value in environ.items()}
     for setting, value in settings.items():
-        for secret in secret_values(environ):
-            if secret in str(value):
-                text = f"{setting}: holds the value of {names[secret]}; settings are stored, secrets are not"
-                yield FinetuneError("bad_value", text, setting=setting)
+        text = str(value)
+        held = [f"the value of {names[secret]}" for secret in secret_values(environ) if secret in text]
+        # What is masked in the plan's file is what training reads from there.
+        if not held and scrub_text(text, []) != text:
+            held = ["what looks like a token, or like a password in a URL"]
+        for what in held:
+            problem = f"{setting}: holds {what}; settings are stored, secrets are not"
+            yield FinetuneError("bad_value", problem, setting=setting)
 
 
 def check_disk(out: Path, needed: int, found: Findings) -> int:
@@ -210,21 +218,52 @@ def check_writable(out: Path, found: Findings) -> None:
         )
 
 
-def check_memory(
-    needed: int | None, device: str, num_gpus: int, devices: list[Device], machine: Machine, found: Findings
+def check_memory(verdicts: list[dict[str, Any]], is_exact: bool, found: Findings) -> None:
+    """Compare what each device must hold with what is free on it; a forecast that is not exact warns and refuses nothing."""
+    for verdict in verdicts:
+        needed, free = verdict["needed_bytes"], verdict["free_bytes"]
+        if free is None:
+            continue
+        text = (
+            f"memory: {verdict['device']} must hold about {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free;"
+            " a lower --micro-batch-tokens or --max-length takes less"
+        )
+        if needed > free and is_exact:
+            found.add(FinetuneError("not_enough_memory", text, needed_bytes=needed, available_bytes=free))
+        elif needed > (0.85 if is_exact else 1.0) * free:
+            found.warn("low_memory", text)
+
+
+def check_shared_memory(
+    model: Mapping[str, Any], config: RunConfig, machine: Machine, found: Findings
 ) -> None:
-    """Compare the forecast of one rank with what it can get: its device's memory, or its share of main memory."""
-    if needed is None:
-        return
-    if device == "cuda":
-        sizes = [item.free_bytes for item in devices if item.free_bytes is not None]
-        available = min(sizes, default=None)
-    else:
-        available = machine.free_memory_bytes // num_gpus
-    if available is None:
-        return
-    text = f"memory: a rank takes about {needed / GIB:.1f} GiB, {available / GIB:.1f} GiB are free for it"
-    if needed > available:
-        found.add(FinetuneError("not_enough_memory", text, needed_bytes=needed, available_bytes=available))
-    elif needed > 0.85 * available:
-        found.warn("low_memory", text)
+    """Warn where /dev/shm does not hold what ranks or engines hand to each other."""
+    needed = shared_memory_needed(model, config)
+    free = machine.shared_memory[1] if machine.shared_memory else 0
+    if needed and needed >= free:
+        text = f"/dev/shm has {free / GIB:.2f} GiB free, {needed / GIB:.2f} GiB are handed on there"
+        found.warn("low_shared_memory", text)
+
+
+def shared_memory_needed(model: Mapping[str, Any], config: RunConfig) -> int:
+    """Return the bytes in /dev/shm of versions of the weights on their way to engines, or of collectives on devices."""
+    if isinstance(config, GrpoConfig) and config.engine == "vllm" and not config.replay:
+        width = 2 if config.dtype == "bf16" else 4
+        return _VERSIONS * width * int(model.get("parameters") or 0)
+    return GIB if config.device == "cuda" and config.num_gpus > 1 else 0
+
+
+def check_dtype(config: RunConfig, devices: list[Device], machine: Machine, found: Findings) -> None:
+    """Warn where bf16 is computed without instructions for it."""
+    has = machine.cpu_bf16 if config.device == "cpu" else all(item.has_bf16 for item in devices)
+    if config.dtype == "bf16" and not has:
+        where = "this CPU" if config.device == "cpu" else "a chosen device"
+        text = f"dtype: {where} has no instructions for bf16 and imitates it slowly; leave --dtype out"
+        found.warn("slow_dtype", text)
+
+
+def tokenizer_files(source: Source) -> list[str]:
+    """Return the files of a model's folder from which a tokenizer can be made."""
+    assert source.folder is not None, "builtins have none"
+    kinds = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
+    return sorted({path.name for kind in kinds for path in source.folder.glob(kind)})

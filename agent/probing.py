@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from agent import preflight
+from agent.checks import checks_after
+from agent.estimates import Scene, estimated, memory_estimate
 from agent.hints import diagnosed
-from agent.plan import batch_arithmetic, config_of, finished, launch_environment
+from agent.plan import batch_arithmetic, config_of, finished, home, launch_environment
 from agent.preflight import Findings
 from agent.processes import Interrupts, kill_session, start_child
 from agent.system import Machine
@@ -25,6 +27,12 @@ from finetune.records import to_json
 
 _POLL_S = 0.05
 _LOG_TAIL = 2000
+_GUESSED = (
+    "few_steps",
+    "no_eval_rows",
+    "low_disk",
+    "low_memory",
+)  # warnings of a quick plan about what it guessed
 
 
 def ask(task: str, environment: Mapping[str, str], interrupts: Interrupts, **fields: Any) -> dict[str, Any]:
@@ -94,27 +102,38 @@ def full_checks(
         )
     except (FinetuneError, Problems) as error:
         found.add(error)
-        return plan | {"level": "full"}, found
+        return plan | {"level": "full", "checks": checks_after(plan, found, None)}, found
     data = answer["data"]
-    config = config_of(plan, method_named(plan["method"]).config)
     # Counting again replaces what the quick plan guessed, and so do the warnings that follow from it.
-    found.warnings = [item for item in found.warnings if item[0] not in ("few_steps", "no_eval_rows")]
+    found.warnings = [item for item in found.warnings if item[0] not in _GUESSED]
     found.warnings += [(item["code"], item["text"]) for item in answer["warnings"]]
+    return finished(_with_counted(plan, data, machine, found), found), found
+
+
+def _with_counted(
+    plan: dict[str, Any], data: dict[str, Any], machine: Machine, found: Findings
+) -> dict[str, Any]:
+    """Return the plan with what the child counted: rows, tokens, memory; problems with the memory are found here."""
+    config = config_of(plan, method_named(plan["method"]).config)
     arithmetic = batch_arithmetic(config, data["num_rows"], data["num_eval_rows"], found)
-    needed = (data.get("memory") or {}).get("forecast_bytes_per_rank")
-    preflight.check_memory(
-        needed, config.device, config.num_gpus, chosen_devices(plan, machine), machine, found
-    )
-    return finished(
-        plan
-        | {
-            "level": "full",
-            "model": (data.get("model") or {}) | plan["model"],
-            "arithmetic": arithmetic | {"steps": data.get("steps", arithmetic["steps"])},
-            "estimates": plan["estimates"]
-            | {"memory_bytes_per_rank": needed, "memory_parts": (data.get("memory") or {}).get("parts")},
-            "prepared": data["prepared"],
-            "report": {"ledger": data["ledger"], "reused": data["reused"], **data["report"]},
-        },
-        found,
-    ), found
+    report = {"ledger": data["ledger"], "reused": data["reused"], **data["report"]}
+    # Of a Hub model whose weights were not here the quick plan knew no sizes.
+    sizes = {name: value for name, value in (data.get("model") or {}).items() if not plan["model"].get(name)}
+    counted = plan | {
+        "level": "full",
+        "model": plan["model"] | sizes,
+        "arithmetic": arithmetic | {"steps": data.get("steps", arithmetic["steps"])},
+        "prepared": data["prepared"],
+        "report": report,
+    }
+    scene = Scene(config, machine, chosen_devices(plan, machine), home(machine.environ))
+    costs = plan["estimates"] | estimated(counted, scene, report)
+    if memory := data.get("memory"):
+        engine_parts = memory.get("engine_parts") or plan["estimates"].get("engine_memory_parts") or {}
+        rank_bytes = memory["forecast_bytes_per_rank"]
+        costs |= memory_estimate(counted, scene, memory["parts"], engine_parts, rank_bytes)
+        preflight.check_memory(costs["verdicts"], True, found)
+    if costs["disk_bytes"] is not None:
+        costs["free_disk_bytes"] = preflight.check_disk(Path(config.out), costs["disk_bytes"], found)
+    counted["estimates"] = costs
+    return counted | {"checks": checks_after(counted, found, data)}

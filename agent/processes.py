@@ -10,11 +10,14 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from agent import detaching
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -87,8 +90,40 @@ def start_child(
     )
 
 
+@dataclass(frozen=True)
+class Streams:
+    """Where a detached process works and writes; it reads nothing."""
+
+    folder: Path
+    output: Path
+    log: Path
+
+
+def start_detached(
+    argv: Sequence[str], environment: Mapping[str, str], streams: Streams, pass_fds: Sequence[int] = ()
+) -> ProcessId | None:
+    """Start a process that is nobody's child: it outlives us, our process group, our terminal. None: it has ended already.
+
+    It holds none of our files but those of pass_fds. Raises OSError where it could not be started.
+    """
+    places = [str(streams.folder), str(streams.output), str(streams.log)]
+    done = subprocess.run(
+        [sys.executable, "-IS", detaching.__file__, *places, *argv],
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        pass_fds=tuple(pass_fds),
+        check=False,
+    )
+    if done.returncode or not done.stdout.strip():
+        raise OSError(f"no process could be started (exit code {done.returncode})")
+    return ProcessId.of(int(done.stdout))
+
+
 def kill_session(leader: int) -> None:
-    """Kill a child that start_child made, with its whole process group."""
+    """Kill a process that start_child or start_detached made, with its whole process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 

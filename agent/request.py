@@ -75,7 +75,7 @@ def understand(flags: dict[str, Any], cwd: Path) -> Request:
     """
     flags = dict(flags)
     problems: list[FinetuneError] = []
-    file_values = _read_settings(flags.pop("config", None), cwd, problems)
+    file_values = read_settings(flags.pop("config", None), cwd, problems)
     name = flags.pop("method", None) or file_values.pop("method", None)
     file_values.pop("method", None)
     if name is None:
@@ -99,7 +99,7 @@ def understand(flags: dict[str, Any], cwd: Path) -> Request:
 
 def method_in(path: str, cwd: Path) -> str | None:
     """Return the method that a config file names, None where it names none or cannot be read."""
-    name = _read_settings(path, cwd, []).get("method")
+    name = read_settings(path, cwd, []).get("method")
     return name if isinstance(name, str) else None
 
 
@@ -123,7 +123,7 @@ def _built(method: Method, values: dict[str, Any], problems: list[FinetuneError]
         return None
 
 
-def _read_settings(path: str | None, cwd: Path, problems: list[FinetuneError]) -> dict[str, Any]:
+def read_settings(path: str | None, cwd: Path, problems: list[FinetuneError]) -> dict[str, Any]:
     """Return the settings of a config file: YAML, or a plan.json, of which what its user had set is taken."""
     if path is None:
         return {}
@@ -175,6 +175,9 @@ def again(plan: dict[str, Any], changes: dict[str, Any], cwd: Path) -> Request:
     values = chosen_values(plan) | {name: settings[name]["value"] for name in kept}
     if changes.get("max_steps") is not None:
         values.pop("epochs", None)
+    if changes.get("eval_data"):  # then no share of the training rows is held out
+        for name in ("eval_fraction", "split_seed"):
+            values.pop(name, None)
     request = understand(values | changes | {"method": plan["method"]}, cwd)
     for name in request.sources.keys() - changes.keys():
         if request.sources[name] == "user":

@@ -1,40 +1,64 @@
-"""Plan and run: what stands in a run folder, starting or resuming there, and the last catch of an exception of ours.
+"""Plan and run: the full checks and one attempt in a run folder that is ours, and the last catch of an exception of ours.
 
-The same command twice is safe: a run of the same plan that is under way or finished is answered with its handle, any
-other is resumed, and a folder of another plan is refused.
+The same command twice is safe: what stands in the folder already is asked first (standing.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent.attempt import Attempt, Ending, carry_out
+from agent.attempt import NOTHING_SPENT, Attempt, Ending, carry_out
+from agent.budgets import nothing_left, to_confirm, too_small
 from agent.console import Display, open_display
 from agent.decisions import RUN_ID
+from agent.environment import scrub_text, secret_values
 from agent.folder import RunFolder, locked, new_run_id, read_document, write_document
+from agent.hints import described
 from agent.manifest import flags_of, new_manifest
-from agent.monitor import remember_run, reward_course
-from agent.plan import differences, make_plan, read_plan, store_plan
+from agent.monitor import remember_run
+from agent.plan import make_plan, store_plan
 from agent.preflight import Findings
 from agent.probing import environment_of, full_checks
 from agent.processes import Interrupts
 from agent.render import Answer, refusal
 from agent.request import Request
-from agent.states import UNFINISHED, first_state, judged, moved
-from agent.system import SOURCE_ROOT, Machine
-from agent.words import plan_line, result_line, shown_plan
+from agent.standing import (
+    await_state,
+    check_same,
+    finished_answer,
+    handle,
+    in_use,
+    our_command,
+    run_folder_of,
+    standing,
+)
+from agent.states import UNFINISHED, first_state, moved, owner, settled
+from agent.system import Machine
+from agent.words import plan_line, shown_plan
 from finetune.errors import FinetuneError, Problems
 from finetune.knobs import knobs
 
-_SHOWN = ("plan_id", "resumed_from", "duration_s", "parallel", "peak_memory_bytes_per_rank", "result")
+__all__ = [
+    "Consent",
+    "Context",
+    "Start",
+    "dry_run",
+    "finished_answer",
+    "guarded",
+    "handle",
+    "our_command",
+    "run",
+]
+
 _UNUSABLE_PATH = (
     errno.ENAMETOOLONG,
     errno.ENOTDIR,
@@ -44,8 +68,6 @@ _UNUSABLE_PATH = (
     errno.EISDIR,
     errno.ELOOP,
 )
-_STATE_WITHIN_S = 5.0
-_STEPS = {"max_steps", "epochs"}  # what `resume --extend` may change
 
 
 @dataclass(frozen=True)
@@ -56,6 +78,17 @@ class Context:
     cwd: Path
     argv: list[str]  # the command as it was given
     open_display: Callable[[], Display] = field(default=open_display)
+
+
+@dataclass(frozen=True)
+class Consent:
+    """What its user has agreed to spend on a run before its plan was known, or that the plan is agreed to as it is."""
+
+    confirmed: bool = False
+    yes_under: str | None = None
+
+
+CONFIRMED = Consent(confirmed=True)
 
 
 def guarded(command: str, work: Callable[[], Answer]) -> Answer:
@@ -69,7 +102,8 @@ def guarded(command: str, work: Callable[[], Answer]) -> Answer:
     except KeyboardInterrupt:
         return refusal(command, [FinetuneError("stopped", f"{command} was interrupted")])
     except Exception as error:
-        traceback.print_exc(file=sys.stderr)
+        told = scrub_text(traceback.format_exc(), secret_values(os.environ))  # stderr may be a log that stays
+        print(told, end="", file=sys.stderr, flush=True)
         return refusal(command, [_typed(error)])
 
 
@@ -86,14 +120,6 @@ def _typed(error: Exception) -> FinetuneError:
     return FinetuneError("bug", text, file=frame.filename, line=frame.lineno, function=frame.name)
 
 
-def our_command(*arguments: str) -> list[str]:
-    """Return an argv that starts this program with the arguments, from any working directory."""
-    installed = Path(sys.executable).with_name("finetune")
-    script = SOURCE_ROOT / "scripts" / "finetune_cli.py"
-    start = [str(installed)] if installed.exists() else [sys.executable, str(script)]
-    return [*start, *arguments]
-
-
 def dry_run(request: Request, context: Context, full: bool, verify_model: bool = False) -> Answer:
     """Answer with the plan; nothing is written but the plan file."""
     plan, found = make_plan(request, context.machine, context.cwd, verify_model)
@@ -103,7 +129,8 @@ def dry_run(request: Request, context: Context, full: bool, verify_model: bool =
     if not found.problems:
         found.problems += _conflict(plan)
     if found.problems:
-        return refusal("plan", found.problems, warnings=found.warnings, data={"level": plan["level"]})
+        data = {"level": plan["level"], "checks": plan["checks"]}
+        return refusal("plan", found.problems, warnings=found.warnings, data=data)
     path = store_plan(plan, context.machine.environ)
     advanced = {item.name for item in knobs(request.method.config) if item.advanced}
     return Answer(
@@ -113,7 +140,8 @@ def dry_run(request: Request, context: Context, full: bool, verify_model: bool =
         data=shown_plan(plan, advanced),
         warnings=found.warnings,
         next_actions=[
-            ("start it", our_command("run", "--method", plan["method"], *flags_of(plan["settings"])))
+            ("start it", our_command("start", "--plan", plan["plan_id"])),
+            ("or wait for it", our_command("run", "--method", plan["method"], *flags_of(plan["settings"]))),
         ],
         artifacts=[{"kind": "plan", "path": str(path), "sha256": None}],
     )
@@ -121,45 +149,71 @@ def dry_run(request: Request, context: Context, full: bool, verify_model: bool =
 
 def _conflict(plan: dict[str, Any]) -> list[FinetuneError]:
     """Return the conflict that the run would end in because its folder belongs to another plan."""
-    folder = RunFolder(Path(plan["settings"]["out"]["value"]))
     try:
-        _check_same(folder, plan, is_extension=False)
+        check_same(run_folder_of(plan), plan, is_extension=False)
     except FinetuneError as error:
         return [error]
     return []
 
 
-def run(request: Request, context: Context, verify_model: bool = False, is_extension: bool = False) -> Answer:
+def run(
+    request: Request,
+    context: Context,
+    verify_model: bool = False,
+    is_extension: bool = False,
+    consent: Consent = CONFIRMED,
+) -> Answer:
     """Train in the foreground, or answer with the run that the folder already holds."""
     plan, found = make_plan(request, context.machine, context.cwd, verify_model)
     if found.problems:
         return refusal("run", found.problems, warnings=found.warnings)
     run_id = new_run_id(plan["method"])
-    plan = _placed(plan, run_id)
-    folder = RunFolder(Path(plan["settings"]["out"]["value"]))
-    if standing := _standing(folder, plan, context, is_ours=False, is_extension=is_extension):
-        return standing
-    made = _make_folders(folder.path)
+    unplaced, plan = plan, placed(plan, run_id)
+    folder, host = run_folder_of(plan), context.machine.host
+    if answer := standing(folder, plan, host, is_ours=False, is_extension=is_extension):
+        return answer
+    if answer := held_back("run", folder, unplaced, context, consent):
+        return answer
+    made = make_folders(folder.path)
     with locked(folder) as lock, Interrupts() as interrupts:
         if lock is None:
-            _await_state(folder)
-        standing = _standing(folder, plan, context, is_ours=lock is not None, is_extension=is_extension)
-        if standing or lock is None:
-            return standing or refusal("run", [_in_use(folder)], run_dir=folder.path)
-        try:
-            return _Start(folder, plan, run_id, context, interrupts, lock).go()
-        finally:
-            _remove_if_unused(folder, made)
+            await_state(folder, host)
+        answer = standing(folder, plan, host, is_ours=lock is not None, is_extension=is_extension)
+        if answer or lock is None:
+            return answer or refusal("run", [in_use(folder)], run_dir=folder.path)
+        answer = guarded("run", Start(folder, plan, run_id, context, interrupts, lock).go)
+        remove_if_unused(folder, made)
+        conclude(folder, answer, interrupts)
+        return answer
 
 
-def _await_state(folder: RunFolder) -> None:
-    """Give whoever holds the lock the moment it needs to say what it is doing."""
-    end = time.monotonic() + _STATE_WITHIN_S
-    while not folder.state.exists() and time.monotonic() < end:
-        time.sleep(0.02)
+def held_back(
+    command: str, folder: RunFolder, plan: dict[str, Any], context: Context, consent: Consent
+) -> Answer | None:
+    """Return why nothing may start here yet: an earlier attempt has reached a limit, or the plan costs more than agreed to."""
+    state = read_document(folder.state, "state")
+    if state is not None and folder.plan.exists():  # it was agreed to when it began
+        error = nothing_left(folder, plan, state.get("spent") or NOTHING_SPENT)
+        if error is None:
+            return None
+        action = ("go on with a higher limit", our_command("resume", str(folder.path)))
+        flag = f"--{str(error.evidence.get('setting')).replace('_', '-')}"
+        actions = [(action[0], [*action[1], flag, "NUMBER"])] if error.code == "over_budget" else [action]
+        return refusal(command, [error], run_id=state["run_id"], run_dir=folder.path, next_actions=actions)
+    if error := too_small(plan):
+        return refusal(command, [error])
+    if consent.confirmed:
+        return None
+    error = to_confirm(plan, consent.yes_under, context.machine.environ)
+    if error is None:
+        return None
+    store_plan(plan, context.machine.environ)
+    confirm = ("start it all the same", our_command("start", "--plan", plan["plan_id"], "--confirm"))
+    data = {"plan_id": plan["plan_id"], "estimates": plan["estimates"]}
+    return refusal(command, [error], data=data, next_actions=[confirm])
 
 
-def _placed(plan: dict[str, Any], run_id: str) -> dict[str, Any]:
+def placed(plan: dict[str, Any], run_id: str) -> dict[str, Any]:
     """Return the plan with the run id in the run folder's name, where the folder was left to us."""
     out = plan["settings"]["out"]
     settings = plan["settings"] | {"out": out | {"value": out["value"].replace(RUN_ID, run_id)}}
@@ -167,14 +221,14 @@ def _placed(plan: dict[str, Any], run_id: str) -> dict[str, Any]:
     return plan | {"settings": settings, "launch": plan["launch"] | {"argv": argv}}
 
 
-def _make_folders(path: Path) -> list[Path]:
+def make_folders(path: Path) -> list[Path]:
     """Make a folder and return those that did not exist, innermost first."""
     missing = [parent for parent in (path, *path.parents) if not parent.exists()]
     path.mkdir(parents=True, exist_ok=True)
     return missing
 
 
-def _remove_if_unused(folder: RunFolder, made: list[Path]) -> None:
+def remove_if_unused(folder: RunFolder, made: list[Path]) -> None:
     """Take back the folders that we made where no run came of them."""
     if not made or folder.plan.exists():
         return
@@ -185,66 +239,31 @@ def _remove_if_unused(folder: RunFolder, made: list[Path]) -> None:
             path.rmdir()
 
 
-def _standing(
-    folder: RunFolder, plan: dict[str, Any], context: Context, is_ours: bool, is_extension: bool
-) -> Answer | None:
-    """Return the answer where the folder leaves nothing to start: a run under way or finished. None: it may start here.
-
-    Raises FinetuneError(plan_conflict, target_exists, run_in_use) where the folder is another's.
-    """
-    _check_same(folder, plan, is_extension)
-    state = read_document(folder.state, "state")
-    if state is None:
-        return None
-    state = judged(state, folder, context.machine.host, is_ours)
-    if state["state"] in UNFINISHED:
-        if state["plan_id"] != plan["plan_id"]:
-            raise _in_use(folder)
-        return replace(
-            handle(folder, state),
-            command="run",
-            summary=f"this run is already {state['state']} (step {state['step']})",
-        )
-    if state["state"] == "succeeded" and not is_extension:
-        answer = finished_answer("run", folder, "succeeded", None, [])
-        answer.data["already_complete"] = True
-        return replace(answer, summary=f"already complete: {answer.summary}")
-    return None
-
-
-def _check_same(folder: RunFolder, plan: dict[str, Any], is_extension: bool) -> None:
-    if folder.path.exists() and not folder.path.is_dir():
-        raise FinetuneError("target_exists", f"out: {folder.path} is a file", setting="out")
-    existing = read_plan(folder.plan)
-    if existing is None:
-        # Names that begin with a dot are ours: the lock, and files on their way to their final names.
-        foreign = [path.name for path in folder.path.glob("[!.]*") if path != folder.state]
-        if foreign:
-            text = f"out: {folder.path} is no run folder and not empty (it holds {foreign[0]}); give another --out"
-            raise FinetuneError("target_exists", text, setting="out", found=sorted(foreign)[:5])
+def conclude(folder: RunFolder, answer: Answer, interrupts: Interrupts) -> None:
+    """Write down the end of a run that never came to train, where its folder stays: the errors of its full checks."""
+    state = read_document(folder.state, "state") if folder.state.exists() else None
+    if state is None or state["state"] not in UNFINISHED or state["pid"] != os.getpid():
         return
-    mismatch = [
-        item
-        for item in differences(existing["identity"], plan["identity"])
-        if not (is_extension and item["field"] in _STEPS)
-    ]
-    if mismatch:
-        names = ", ".join(item["field"] for item in mismatch)
-        text = f"out: {folder.path} holds the run of another plan; they differ in {names}"
-        raise FinetuneError(
-            "plan_conflict", text, mismatch=mismatch, plan_id=existing["plan_id"], asked=plan["plan_id"]
-        )
-
-
-def _in_use(folder: RunFolder) -> FinetuneError:
-    return FinetuneError(
-        "run_in_use", f"{folder.path} is in use by another process", run_dir=str(folder.path)
-    )
+    if answer.errors[0].code == "stopped":
+        asked = folder.stop_request.exists() or interrupts.received == signal.SIGINT
+        state = settled(state, "stopped" if asked else "preempted", child=None)
+    else:
+        errors = [
+            {"code": item["code"], "hint_id": item["hint_id"], "message": item["cause"]}
+            | {"evidence": item["evidence"]}
+            for item in map(described, answer.errors)
+        ]
+        state = moved(state, "failed", child=None, hint_id=errors[0]["hint_id"], errors=errors)
+    write_document(folder.state, "state", state)
+    folder.tell("state", state=state["state"], step=state["step"])
 
 
 @dataclass
-class _Start:
-    """Starting or resuming a run in a folder that we hold the lock of."""
+class Start:
+    """Starting or resuming a run in a folder that we hold the lock of.
+
+    is_detached: nobody waits for the answer, so the state says from the beginning who is at work.
+    """
 
     folder: RunFolder
     plan: dict[str, Any]
@@ -252,12 +271,11 @@ class _Start:
     context: Context
     interrupts: Interrupts
     lock: int
+    is_detached: bool = False
 
     def go(self) -> Answer:
-        state = read_document(self.folder.state, "state")
-        if state is None or not self.folder.plan.exists():
-            state = first_state(self.run_id, self.plan["plan_id"], self.context.machine.host)
-            write_document(self.folder.state, "state", state)
+        self.folder.stop_request.unlink(missing_ok=True)
+        state = self._begun()
         display = self.context.open_display()
         try:
             display.note("checking data, model and template")
@@ -268,6 +286,26 @@ class _Start:
             return self._carried_out(state, manifest, found, display)
         finally:
             display.close()
+
+    def _begun(self) -> dict[str, Any]:
+        """Return the state from which the run goes on, written where it is new or nobody waits for us."""
+        host, plan_id = self.context.machine.host, self.plan["plan_id"]
+        state = read_document(self.folder.state, "state")
+        if state is None or not self.folder.plan.exists():
+            is_same = state is not None and state["plan_id"] == plan_id
+            run_id = state["run_id"] if is_same and state is not None else self.run_id
+            state = first_state(run_id, plan_id, host)
+        elif not self.is_detached:
+            return state
+        else:
+            state = moved(state, "lost") if state["state"] in UNFINISHED else state
+            fresh = {"plan_id": plan_id, "child": None, "hint_id": None, "errors": [], "warnings": []}
+            state = moved(state, "starting", **owner(host), **fresh, operation="checking")
+        write_document(self.folder.state, "state", state)
+        if self.is_detached:
+            self.folder.start_request.unlink(missing_ok=True)
+            remember_run(state["run_id"], self.folder.path, self.context.machine.environ)
+        return state
 
     def _written(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Write plan and manifest, and bring the state to where an attempt can start."""
@@ -281,7 +319,7 @@ class _Start:
             remember_run(state["run_id"], self.folder.path, self.context.machine.environ)
         if state["state"] == "planned":
             state = moved(state, "queued")
-        elif state["state"] in UNFINISHED:
+        elif state["state"] in UNFINISHED and not self.is_detached:
             state = moved(state, "lost")
         write_document(self.folder.state, "state", state)
         return state, manifest
@@ -307,65 +345,3 @@ class _Start:
         return finished_answer(
             "run", self.folder, ending.status, ending.error, [*found.warnings, *ending.warnings]
         )
-
-
-def handle(folder: RunFolder, state: dict[str, Any]) -> Answer:
-    """Return the answer that names a run and says how it stands."""
-    run_dir = str(folder.path)
-    return Answer(
-        "status",
-        state["state"],
-        f"{state['state']}, step {state['step']} of {state['num_steps'] or '?'}",
-        run_id=state["run_id"],
-        run_dir=folder.path,
-        data={
-            "plan_id": state["plan_id"],
-            "step": state["step"],
-            "num_steps": state["num_steps"],
-            "checkpoint": state["checkpoint"],
-        },
-        next_actions=[
-            ("follow it", our_command("status", run_dir, "--wait", "50")),
-            ("stop it", our_command("stop", run_dir)),
-        ],
-    )
-
-
-def finished_answer(
-    command: str, folder: RunFolder, status: str, error: FinetuneError | None, warnings: list[tuple[str, str]]
-) -> Answer:
-    """Return what a run that has ended answers, from its manifest."""
-    manifest = read_document(folder.manifest, "run")
-    assert manifest is not None
-    result, run_dir = manifest["result"], str(folder.path)
-    data = {name: manifest[name] for name in _SHOWN}
-    reward = reward_course(folder)
-    if reward:
-        data["reward"] = reward
-    if status == "succeeded":
-        actions = [
-            ("try it", our_command("generate", run_dir, "--prompt", "PROMPT")),
-            ("merge it", our_command("export", run_dir)),
-        ]
-        summary = result_line(result, reward)
-    elif status == "failed":
-        actions = [
-            ("read the log", our_command("logs", run_dir)),
-            ("go on after mending the cause", our_command("resume", run_dir)),
-        ]
-        summary = f"failed: {error.message if error else ''}"
-    else:
-        actions = [("go on", our_command("resume", run_dir))]
-        summary = error.message if error else status
-    return Answer(
-        command,
-        status,
-        summary,
-        manifest["run_id"],
-        folder.path,
-        data,
-        warnings,
-        [error] if error else [],
-        actions,
-        manifest["outputs"],
-    )

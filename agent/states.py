@@ -14,10 +14,11 @@ from agent.processes import ProcessId
 RESUMABLE = ("stopped", "preempted", "failed", "lost")
 UNFINISHED = ("planned", "queued", "starting", "running", "saving", "stopping")
 # A signal can arrive in the last step and a save can fail while stopping: stopping therefore ends in all ways.
+# The full checks of a detached run are made when it is planned (a new one) or starting (a resumed one): they can fail.
 MOVES: dict[str, tuple[str, ...]] = {
-    "planned": ("queued", "lost"),
-    "queued": ("starting", "lost"),
-    "starting": ("running", "lost"),
+    "planned": ("queued", "stopping", "failed", "lost"),
+    "queued": ("starting", "stopping", "failed", "lost"),
+    "starting": ("running", "stopping", "failed", "lost"),
     "running": ("saving", "stopping", "succeeded", "failed", "lost"),
     "saving": ("running", "lost"),
     "stopping": ("stopped", "preempted", "succeeded", "failed", "lost"),
@@ -46,6 +47,9 @@ _NOTHING_YET: dict[str, Any] = {
     "operation": None,
     "checkpoint": None,
     "hint_id": None,
+    "errors": [],
+    "warnings": [],
+    "spent": {"seconds": 0.0, "generated_tokens": 0, "disk_bytes": 0},
 }
 
 

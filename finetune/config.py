@@ -64,6 +64,16 @@ class RunConfig:
     )
     epochs: float = knob(1.0, above=0, at_most=1000, help="passes over the rows, unless --max-steps is given")
     max_steps: int | None = knob(None, at_least=1, help="optimizer steps, instead of --epochs")
+    max_hours: float | None = knob(
+        None, above=0, help="hours of training, then it saves and stops; none: no limit", identity=False
+    )
+    max_disk_gb: float | None = knob(
+        None,
+        above=0,
+        help="GB that the run folder may take, else it saves and stops; none: no limit",
+        identity=False,
+        advanced=True,
+    )
     global_batch_size: int | None = knob(
         None,
         at_least=1,
@@ -86,7 +96,9 @@ class RunConfig:
     warmup_ratio: float = knob(
         0.03, at_least=0, below=1, help="share of the steps with a rising learning rate (rounded down)"
     )
-    weight_decay: float = knob(0.0, at_least=0, at_most=1, help="decoupled weight decay of AdamW")
+    weight_decay: float = knob(
+        0.0, at_least=0, at_most=1, help="decoupled weight decay of AdamW", advanced=True
+    )
     max_grad_norm: float = knob(1.0, at_least=0, help="gradients are clipped to this norm; 0: never")
     tuning: Literal["lora", "full"] = knob("lora", help="train adapters, or all weights")
     lora_rank: int = knob(16, at_least=1, at_most=512, help="rank of the adapters")
@@ -222,6 +234,13 @@ class GrpoConfig(RunConfig):
         8, at_least=2, at_most=1024, help="completions of one prompt in a step (2 or more)"
     )
     temperature: float = knob(1.0, above=0, at_most=10, help="sampling temperature")
+    max_generated_tokens: int | None = knob(
+        None,
+        at_least=1,
+        help="tokens sampled in all, held-out answers included, then it saves and stops; none: no limit",
+        identity=False,
+        advanced=True,
+    )
     max_completion_tokens: int | None = knob(
         None, at_least=1, help="tokens of a completion at most; none: 512 (32 for builtin data)"
     )
@@ -325,7 +344,10 @@ class GrpoConfig(RunConfig):
         identity=False,
     )
     sync: Literal["auto", "adapter", "merged"] = knob(
-        "auto", help="how new weights reach engines; auto: merged on the cpu, adapter on cuda", identity=False
+        "auto",
+        help="how new weights reach engines; auto: merged on the cpu, adapter on cuda",
+        identity=False,
+        advanced=True,
     )
     sync_retries: int = knob(
         2, at_least=0, at_most=10, help="times an unproved sync is tried again", advanced=True, identity=False

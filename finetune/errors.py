@@ -34,6 +34,7 @@ EXIT_CODES: dict[str, int] = {
     "batch_arithmetic": USAGE,
     "bad_path": USAGE,
     # data
+    "path_outside_roots": INPUT,
     "file_missing": INPUT,
     "no_rows": INPUT,
     "bad_row": INPUT,
@@ -47,6 +48,9 @@ EXIT_CODES: dict[str, int] = {
     "bad_domain": INPUT,
     "bad_verifier": INPUT,
     "blind_verifier": INPUT,
+    "bad_task": INPUT,
+    "task_overlap": INPUT,
+    "task_check_failed": INPUT,
     # model, tokenizer, template
     "model_missing": INPUT,
     "unsafe_model": INPUT,
@@ -72,6 +76,7 @@ EXIT_CODES: dict[str, int] = {
     "broken_package": ENVIRONMENT,
     "engine_unfit": ENVIRONMENT,
     "engine_missing": ENVIRONMENT,
+    "supervisor_failed": ENVIRONMENT,
     "no_sandbox": ENVIRONMENT,
     # access
     "access_denied": ACCESS,
@@ -90,6 +95,7 @@ EXIT_CODES: dict[str, int] = {
     "no_learning_signal": TRAINING,
     "no_gradient": TRAINING,
     "rank_died": TRAINING,
+    "job_died": TRAINING,
     "rollout_failures": TRAINING,
     "verifier_failed": TRAINING,
     "engine_failed": TRAINING,
@@ -103,6 +109,8 @@ EXIT_CODES: dict[str, int] = {
     # endings that are no fault
     "still_running": WAIT,
     "stopped": STOPPED,
+    "over_budget": STOPPED,
+    "disk_nearly_full": STOPPED,
     "bug": BUG,
 }
 
@@ -137,6 +145,8 @@ WARNINGS: frozenset[str] = frozenset(
         "verifier_not_checked",
         "low_memory",
         "low_disk",
+        "low_shared_memory",
+        "slow_dtype",
     }
 )
 
@@ -148,6 +158,7 @@ class FinetuneError(Exception):
         if code not in EXIT_CODES:
             raise TypeError(f"{code!r} is no error code")
         super().__init__(message)
+        self.add_note(f"error code: {code}")  # so that a traceback in any log tells it
         self.code = code
         self.message = message
         self.evidence = evidence
@@ -171,6 +182,7 @@ class Problems(Exception):
         if not errors:
             raise TypeError("Problems() needs at least one error")
         super().__init__("; ".join(error.message for error in errors))
+        self.add_note(f"error code: {errors[0].code}")
         self.errors = errors
 
     @property

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from typing import Any
@@ -35,6 +36,8 @@ _USUAL_NAMES = {
     "bf16": "dtype",
     "adapter": "init_adapter",
 }
+_LARGEST = 2**53  # numbers beyond lose digits in JSON
+_UNWRITABLE = re.compile("[\x00\ud800-\udfff]")
 _BOUNDS = {
     "at_least": "minimum",
     "above": "exclusiveMinimum",
@@ -218,11 +221,24 @@ def build(config_class: type, values: dict[str, Any]) -> Any:
         _bad_value(error) for error in _VALIDATOR(json_schema(config_class)).iter_errors(known)
     ]
     for name, value in known.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            errors.append(FinetuneError("bad_value", f"{name}: {value} is not finite", setting=name))
+        if reason := _unusable(value):
+            errors.append(FinetuneError("bad_value", f"{name}: {reason}", setting=name))
     if errors:
         raise Problems(sorted(errors, key=lambda error: error.message))
     return config_class(**{name: _coerced(items[name], value) for name, value in known.items()})
+
+
+def _unusable(value: Any) -> str | None:
+    """Return why no setting can have this value, whatever its schema says; None where it is usual."""
+    if isinstance(value, list):
+        return next((reason for part in value if (reason := _unusable(part))), None)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is not finite"
+    if isinstance(value, int | float) and abs(value) > _LARGEST:
+        return f"a number of {len(str(value))} characters is too large"
+    if isinstance(value, str) and not value.isprintable() and _UNWRITABLE.search(value):
+        return "holds bytes that are no UTF-8, which no file of ours can hold"
+    return None
 
 
 def _coerced(item: Knob, value: Any) -> Any:

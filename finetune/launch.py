@@ -9,6 +9,7 @@ the outcome names the rank and what it was doing. Nothing heavy is imported here
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from finetune.errors import FinetuneError
 from finetune.records import StopFlag, to_json, write_atomically
 
 POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 SETTLE_S = (
     0.5  # in which the peers of a failed rank notice; their errors tell the cause from its consequences
 )
@@ -70,7 +74,9 @@ def launch(run_dir: Path, stop: StopFlag) -> int:
         )
         error = _wait(ranks, stop)
     result = None if error else _read(run_dir / "heartbeat" / "result.json")
-    status = result["status"] if result else "failed"
+    # A rank that was told to stop before there was anything to save leaves with an error of this code.
+    was_stopped = error is not None and error["code"] == "stopped"
+    status = result["status"] if result else "stopped" if was_stopped else "failed"
     outcome = {"status": status, "result": result, "error": error}
     write_atomically(run_dir / "outcome.json", to_json(outcome, indent=1))
     if error:
@@ -92,9 +98,22 @@ def _start_ranks(run_dir: Path, size: int, rendezvous: str) -> list[Rank]:
     for number in range(size):
         command = [sys.executable, "-m", "finetune.rank", str(run_dir), str(number), str(size), rendezvous]
         with open(run_dir / "logs" / f"rank{number}.log", "ab") as log:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_dying_with(os.getpid())
+            )
         ranks.append(Rank(number, process, run_dir))
     return ranks
+
+
+def _dying_with(parent: int) -> Callable[[], None]:
+    """Return what a child does before it begins: it has the kernel kill it when we die, and leaves if we have already."""
+
+    def die_with_parent() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return die_with_parent
 
 
 def _wait(ranks: list[Rank], stop: StopFlag) -> dict[str, Any] | None:
@@ -130,7 +149,8 @@ def _culprit(ranks: list[Rank]) -> dict[str, Any]:
     own = [error for error in errors if not error["is_collective"]]
     if own or "imed out" not in errors[0]["message"]:
         return (own or errors)[0]
-    late = min(ranks, key=lambda rank: (rank.beat.get("step", -1), rank.beat.get("time", 0.0)))
+    silent = [rank for rank in ranks if not rank.error] or ranks  # one that waited in vain says so itself
+    late = min(silent, key=lambda rank: (rank.beat.get("step", -1), rank.beat.get("time", 0.0)))
     message = f"rank {late.number} stopped taking part ({late.doing}); the others waited in vain"
     return errors[0] | {"code": "rank_stuck", "rank": late.number, "message": message}
 

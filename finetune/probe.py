@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 
 from finetune.config import GrpoConfig, RunConfig
-from finetune.data.batches import Budget, input_length, rank_microbatches, step_rows
 from finetune.data.chat import ChatFormat
 from finetune.data.prepare import (
     Prepared,
@@ -37,18 +37,17 @@ from finetune.knobs import build
 from finetune.methods import method_named
 from finetune.model.builtin import load_model, load_tokenizer, model_problems, model_warnings
 from finetune.model.export import ExportRequest, export_adapter, merge_adapter
-from finetune.model.footprint import Workload, forecast, num_trainable
+from finetune.model.footprint import engine_forecast, forecast
 from finetune.model.policy import DTYPES, Policy, build_policy, check_head
 from finetune.model.source import Source, model_digest, model_facts, resolve_source, target_problems
 from finetune.parallel.world import World
 from finetune.records import jsonable, to_json, write_atomically
 from finetune.rollout.engine import Sampling
 from finetune.rollout.local import generate
-from finetune.rules import forward_tokens, global_batch, rows_per_forward, steps_of
-from finetune.train.grpo_checks import check_verifiers, largest_forward
+from finetune.rules import steps_of
+from finetune.train.grpo_checks import check_verifiers
 from finetune.train.held_out import HeldOut, evaluate_held_out
-
-SAMPLED_STEPS = 50  # steps of which the largest forward is sought
+from finetune.train.workload import largest_workload
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,8 @@ def check_run(request: Request) -> Answer:
     if checked is not None and checked.unchecked:
         text = f"no right answer is known to check {', '.join(checked.unchecked)} with: only the form of its values was"
         warnings.append(("verifier_not_checked", text))
-    parts = forecast(source, config, _largest_workload(config, prepared, source))
+    work = largest_workload(config, prepared, source)
+    parts = forecast(source, config, work)
     return {
         "prepared": str(folder) if folder else None,
         "reused": reused,
@@ -100,10 +100,26 @@ def check_run(request: Request) -> Answer:
         "num_rows": len(prepared.train),
         "num_eval_rows": len(prepared.eval_rows),
         "steps": steps_of(config, len(prepared.train)),
-        "model": {**asdict(facts), "sha256": model_digest(source), "revision": source.revision},
+        "model": {
+            **asdict(facts),
+            "sha256": model_digest(source),
+            "revision": source.revision,
+            "trained_parameters": work.trainable,
+        },
         "verifiers": checked.scores if checked is not None else None,
-        "memory": {"forecast_bytes_per_rank": sum(parts.values()), "parts": parts},
+        "memory": {
+            "forecast_bytes_per_rank": sum(parts.values()),
+            "parts": parts,
+            "engine_parts": _engine_parts(config, source),
+        },
     }, warnings
+
+
+def _engine_parts(config: RunConfig, source: Source) -> dict[str, int]:
+    """Return the parts of the memory of one server that the run starts, if it starts any."""
+    if not isinstance(config, GrpoConfig) or config.engine != "vllm" or config.vllm_url or config.replay:
+        return {}
+    return engine_forecast(source, config, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 @dataclass
@@ -149,29 +165,6 @@ def _prepared(request: Request, source: Source, tokenizer: Any) -> tuple[Prepare
     prepared = prepare(row_sets, request.config, tokenizer, facts.vocab_rows, facts.context)
     store_prepared(prepared, folder)
     return prepared, folder, False
-
-
-def _largest_workload(config: RunConfig, prepared: Prepared, source: Source) -> Workload:
-    """Return the largest forward that any rank makes in the first steps."""
-    steps = min(SAMPLED_STEPS, steps_of(config, len(prepared.train)))
-    if isinstance(config, GrpoConfig):
-        most, longest = largest_forward(config, prepared, steps)
-        sharded = config.parallel == "fsdp2"
-        return Workload(most, longest, config.num_gpus, sharded, num_trainable(config, source))
-    budget = Budget(forward_tokens(config), rows_per_forward(config), getattr(config, "packing", False))
-    examples, most, longest = prepared.train, 0, 0
-    for step in range(1, steps + 1):
-        lengths = {
-            row: input_length(examples[row])
-            for row in step_rows(config.seed, step, len(examples), global_batch(config))
-        }
-        for microbatch in (
-            microbatch for rank in rank_microbatches(lengths, budget, config.num_gpus) for microbatch in rank
-        ):
-            widths = [sum(lengths[row] for row in sequence) for sequence in microbatch.sequences]
-            if max(widths) * len(widths) > most:
-                most, longest = max(widths) * len(widths), max(widths)
-    return Workload(most, longest, config.num_gpus, config.parallel == "fsdp2", num_trainable(config, source))
 
 
 def evaluate(request: Request) -> Answer:

@@ -6,11 +6,9 @@ torchrun --nproc-per-node N -m finetune.rank RUN_DIR      each of torchrun's pro
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -130,9 +128,6 @@ def main() -> None:
     if len(sys.argv) == 2:
         sys.exit(_as_torchruns_rank(run_dir, stop))
     rank, size = int(sys.argv[2]), int(sys.argv[3])
-    ctypes.CDLL(None).prctl(
-        1, signal.SIGKILL
-    )  # PR_SET_PDEATHSIG: a rank never outlives the process that started it
     # The ranks of one node talk over the loopback interface, unless the user has chosen another one.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(sys.argv[4], size) if size > 1 else None
@@ -152,7 +147,8 @@ def _guarded(run_dir: Path, rank: int, size: int, store: dist.Store | None, stop
         run_rank(run_dir, rank, size, store, stop)
         return True
     except Exception as error:
-        traceback.print_exc()
+        if not (isinstance(error, FinetuneError) and error.code == "stopped"):
+            traceback.print_exc()
         write_atomically(error_path(run_dir, rank), to_json(describe(error, rank)))
         return False
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -134,13 +135,13 @@ def to_json(value: dict[str, Any], indent: int | None = None) -> str:
     return json.dumps(clean, ensure_ascii=False, allow_nan=False, indent=indent)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or none: a temporary name beside it, fsync, rename, fsync of the folder."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a whole file or none: a temporary name beside it, fsync, rename, fsync of the folder. Text is UTF-8."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o666 & ~_umask())
@@ -228,7 +229,7 @@ class Journal:
             **facts,
         }
         path = self.run_dir / "heartbeat" / f"rank{self.rank}"
-        temporary = path.with_name(f".{path.name}")
+        temporary = path.with_name(f".{path.name}.{threading.get_ident()}")  # several threads may sample
         temporary.write_text(to_json(beat))
         os.replace(temporary, path)
 

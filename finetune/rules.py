@@ -14,6 +14,8 @@ DEFAULT_COMPLETION_TOKENS = 512
 DEFAULT_BUILTIN_COMPLETION_TOKENS = 32
 DEFAULT_MAX_LENGTH = 2048
 DEFAULT_FORWARD_TOKENS = {"cuda": 8192, "cpu": 1024}
+_LARGEST_GROUP = 1024  # that group_size may be
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank takes, but for 1
 
 
 def global_batch(config: RunConfig) -> int:
@@ -53,13 +55,14 @@ def prompts_per_batch(config: GrpoConfig) -> int:
     if rollouts % size:
         near = sorted({max(size, rollouts // size * size), (rollouts // size + 1) * size})
         sizes = sorted(
-            (number for number in range(2, rollouts + 1) if rollouts % number == 0),
+            (number for number in range(2, min(rollouts, _LARGEST_GROUP) + 1) if rollouts % number == 0),
             key=lambda number: abs(number - size),
         )[:2]
         text = (
             f"global_batch_size {rollouts} rollouts cannot be split into groups of group_size {size}; give"
-            f" --global-batch-size {' or '.join(map(str, near))}, or --group-size {' or '.join(map(str, sorted(sizes)))}"
+            f" --global-batch-size {' or '.join(map(str, near))}"
         )
+        text += f", or --group-size {' or '.join(map(str, sorted(sizes)))}" if sizes else ""
         raise FinetuneError("batch_arithmetic", text, valid=near, valid_group_sizes=sorted(sizes))
     return rollouts // size
 
@@ -87,6 +90,17 @@ def steps_of(config: RunConfig, num_rows: int) -> int:
     size = prompts_per_batch(config) if isinstance(config, GrpoConfig) else global_batch(config)
     batches = int(whole) * math.ceil(num_rows / size) + math.ceil(round(part * num_rows, 6) / size)
     return batches * passes
+
+
+def served_lora_rank(rank: int) -> int:
+    """Return the smallest rank that vLLM can serve and that holds `rank`; raises FinetuneError(bad_value) above 512."""
+    for served in LORA_RANKS:
+        if rank <= served:
+            return served
+    text = (
+        f"lora_rank {rank}: vLLM serves adapters up to rank {LORA_RANKS[-1]}; lower it or take --sync merged"
+    )
+    raise FinetuneError("bad_value", text, setting="lora_rank", most=LORA_RANKS[-1])
 
 
 def longest_prompt(config: GrpoConfig) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from proof.claims import Claim, NotHere, append
 from proof.equality import equality_smollm2
+from proof.forecasts import memory_forecast
 from proof.grpo import grpo_after_sft, grpo_engine_kill, grpo_lift
 from proof.grpo_peer import grpo_peer
 from proof.kills import kills_parent, kills_rank0, kills_rank1
@@ -29,6 +30,7 @@ ROWS: dict[str, Callable[[Path], list[Claim]]] = {
     "gsm8k-loss": gsm8k_loss,
     "equality-smollm2": equality_smollm2,
     "grpo-peer": grpo_peer,
+    "memory-forecast": memory_forecast,
     "long-tests": long_tests,
     "grpo-lift": grpo_lift,
     "grpo-after-sft": grpo_after_sft,

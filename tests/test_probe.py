@@ -9,10 +9,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from finetune.config import SftConfig
+from finetune.config import GrpoConfig, SftConfig
 from finetune.data.prepare import load_prepared
 from finetune.knobs import build
-from finetune.model.footprint import Workload, forecast
+from finetune.model.footprint import Answering, Workload, cache_bytes_per_token, engine_forecast, forecast
 from finetune.model.source import resolve_source
 from finetune.parallel.world import World
 from finetune.probe import answer
@@ -149,3 +149,39 @@ def test_forecast_follows_ranks_and_tokens() -> None:
     assert shared["weights"] == one["weights"] // 2
     assert wider["activations"] == 2 * one["activations"]
     assert one["trained_weights_gradients_optimizer"] == 77824 * 16  # value, gradient and two moments in fp32
+
+
+def test_answering_takes_its_cache_and_the_choice_of_tokens_where_training_takes_less() -> None:
+    source = resolve_source("builtin:tiny")
+    config = build(SftConfig, SETTINGS | {"dtype": "bf16"})
+    assert (
+        cache_bytes_per_token(source.config, 2) == 2 * 4 * 2 * 32 * 2
+    )  # keys and values, layers, heads, width, bf16
+    plain = forecast(source, config, Workload(10, 10, 1, False, 0))
+    asked = Answering(rows=100, prompt=20, new=30)
+    answering = forecast(source, config, Workload(10, 10, 1, False, 0, asked))
+    cache = 100 * 50 * 1024 * 5 // 4  # that of one layer of four twice
+    working = max(100 * 20 * 4 * (128 + 384) * 2, int(100 * source.config["vocab_size"] * 4 * 3.5))
+    free = plain["activations"] + plain["logits_chunk"]
+    assert answering.pop("answering_beyond_training") == cache + working - free
+    assert answering == plain
+    busy = forecast(source, config, Workload(100_000, 10, 1, False, 0, asked))
+    assert busy["answering_beyond_training"] == 0
+    copied = forecast(source, config, Workload(10, 10, 2, True, 0, asked))["answering_beyond_training"]
+    assert copied == cache + working - free + plain["weights"]
+
+
+def test_an_engine_is_foreseen_by_its_programs_weights_and_cache() -> None:
+    source = resolve_source("builtin:tiny")
+    settings = SETTINGS | {"dtype": "bf16", "max_length": 500, "concurrency": 4096}
+    config = build(GrpoConfig, settings | {"max_completion_tokens": 10})
+    parts = engine_forecast(source, config, 1 << 40)
+    assert parts["cache"] == 2 << 30  # 4,096 completions of 500 tokens of 1 KiB are 1.95 GiB
+    assert parts["weights"] == forecast(source, config, Workload(1, 1, 1, False, 0))["weights"]
+    assert engine_forecast(source, config, 1 << 32)["cache"] == 1 << 30  # a quarter of the memory at most
+
+
+def test_the_full_checks_find_the_batch_that_is_answered() -> None:
+    """builtin:arithmetic is scored by its answers; 200 held-out rows are answered 8,192 tokens at a time."""
+    parts = asked("prepare", {"micro_batch_tokens": 8}, store=False)["data"]["memory"]["parts"]
+    assert parts["answering_beyond_training"] > 0

@@ -6,6 +6,7 @@ Rule: what a row writes never becomes a control token, whatever it spells; what 
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -52,6 +53,43 @@ class TokenText:
         if isinstance(value, dict):
             return {self.neutral(name): self.neutral(item) for name, item in value.items()}
         return value
+
+
+def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[int, str | list[int]]:
+    """Return what each token writes after other text: its text, or its bytes where it is a part of a character.
+
+    Joined they are the decoded text, special tokens included.
+    """
+    distinct = sorted(set(ids))
+    if not distinct:
+        return {}  # batch_decode of nothing is one empty text
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    once = tokenizer.batch_decode([[one] for one in distinct], **options)
+    twice = tokenizer.batch_decode([[one, one] for one in distinct], **options)
+    texts: dict[int, str | list[int]] = {}
+    for one, alone, doubled in zip(distinct, once, twice, strict=True):
+        # A decoder may strip the space that begins a text: the second of two tokens has it.
+        text = doubled[len(alone) :] if doubled.startswith(alone) else alone
+        texts[one] = _token_bytes(tokenizer.convert_ids_to_tokens(one), text) if "\ufffd" in text else text
+    return texts
+
+
+def _token_bytes(token: str | None, text: str) -> str | list[int]:
+    """Return the bytes of a token that is no whole text, by the two ways in which vocabularies spell them."""
+    if token is None:
+        return text
+    if found := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token):
+        return [int(found[1], 16)]
+    table = _byte_characters()
+    return [table[character] for character in token] if all(c in table for c in token) else text
+
+
+@functools.cache
+def _byte_characters() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for: itself where it prints, else 256 and up."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def continued(text: str) -> str:

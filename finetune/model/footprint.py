@@ -1,4 +1,4 @@
-"""How much memory a rank will take: a sum of parts that a plan can show, each from the model's sizes.
+"""How much memory a rank and an engine will take: sums of parts that a plan can show, each from the model's sizes.
 
 The factors of activations were fitted to measured peaks; what is no formula is a measured constant and named as such.
 Nothing heavy is imported, so that a plan can forecast without loading anything.
@@ -6,9 +6,12 @@ Nothing heavy is imported, so that a plan can forecast without loading anything.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from finetune.config import RunConfig
+from finetune.config import GrpoConfig, RunConfig
 from finetune.model.source import Source, is_vocabulary_sized, model_facts, text_config, weight_shapes
 
 SHORT_ROWS, SHORT_ROW_TOKENS = (
@@ -18,7 +21,7 @@ SHORT_ROWS, SHORT_ROW_TOKENS = (
 LOGITS_CHUNK = 128  # positions whose logits exist at once
 
 BASE_BYTES = {
-    "cpu": 425_000_000,
+    "cpu": 560_000_000,
     "cuda": 600_000_000,
 }  # libraries in main memory; context and kernels on a device
 # Peak over the sum of what is kept for the backward: working memory of the kernels, and what the allocator cannot give
@@ -26,29 +29,50 @@ BASE_BYTES = {
 ALLOCATOR = {"cpu": 1.45, "cuda": 1.15}
 RECOMPUTED_LAYERS = 7  # whose activations exist at once under gradient checkpointing, measured likewise
 LOGITS_COPIES = 2.5  # of a chunk of logits in float32
+# Logits of the last position of each row while a token is chosen, in float32: greedily, and by a draw in float64.
+CHOICE_COPIES = {"greedy": 3.5, "drawn": 9.5}
+ENGINE_BASE_BYTES = {
+    "cpu": 1_400_000_000,
+    "cuda": 2_500_000_000,
+}  # of a server's processes, without weights and cache
+OWN_DEVICE_SHARE = 0.9  # of the memory of a device that an engine has to itself
+
+
+@dataclass(frozen=True)
+class Answering:
+    """The largest batch of prompts that a rank answers itself: rows, tokens of the longest prompt, new tokens at most."""
+
+    rows: int
+    prompt: int
+    new: int
+    is_drawn: bool = False
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The largest forward of a rank. num_tokens counts padding, longest is of a row; num_ranks share weights under fsdp2."""
+    """The largest forward of a rank. num_tokens counts padding, longest is of a row; num_ranks share weights under fsdp2.
+
+    answering: where the rank generates too, which it never does while it trains.
+    """
 
     num_tokens: int
     longest: int
     num_ranks: int
     is_sharded: bool
     trainable: int
+    answering: Answering | None = None
 
 
 def forecast(source: Source, config: RunConfig, work: Workload) -> dict[str, int]:
     """Return the bytes of each part of a rank's peak."""
     facts = model_facts(source)
-    width = 2 if config.dtype == "bf16" else 4
+    width = width_of(config)
     share = work.num_ranks if work.is_sharded else 1
     layers = min(RECOMPUTED_LAYERS, facts.layers) if config.gradient_checkpointing else facts.layers
     kept = layers * _kept_by_layer(source, width, _attended(config, work)) * ALLOCATOR[config.device]
     if config.gradient_checkpointing:
         kept += facts.layers * facts.hidden * width
-    return {
+    parts = {
         "libraries": BASE_BYTES[config.device],
         "weights": facts.parameters * (4 if config.tuning == "full" else width) // share,
         "trained_weights_gradients_optimizer": work.trainable
@@ -57,6 +81,62 @@ def forecast(source: Source, config: RunConfig, work: Workload) -> dict[str, int
         "activations": int(work.num_tokens * kept),
         "logits_chunk": int(min(LOGITS_CHUNK, work.num_tokens) * facts.vocab_rows * 4 * LOGITS_COPIES),
     }
+    if work.answering is None:
+        return parts
+    # What training takes is free while answers are made, and the other way round.
+    more = _answering_bytes(source, width, work) - parts["activations"] - parts["logits_chunk"]
+    return parts | {"answering_beyond_training": max(0, more)}
+
+
+def width_of(config: RunConfig) -> int:
+    """Return the bytes of a number in the compute type."""
+    return 2 if config.dtype == "bf16" else 4
+
+
+def _answering_bytes(source: Source, width: int, work: Workload) -> int:
+    """Return what answering takes: cached keys and values, the forward over the prompts, the choice of a token.
+
+    One layer's cache exists twice while it grows. Sharded weights are not answered with: a whole copy is made.
+    """
+    assert work.answering is not None, "the caller looks"
+    asked, facts, text = work.answering, model_facts(source), text_config(source)
+    cache = asked.rows * (asked.prompt + asked.new) * cache_bytes_per_token(text, width)
+    feed_forward = text.get("intermediate_size") or 4 * facts.hidden
+    prefill = asked.rows * asked.prompt * 4 * (facts.hidden + feed_forward) * width
+    copies = CHOICE_COPIES["drawn" if asked.is_drawn else "greedy"]
+    choice = asked.rows * facts.vocab_rows * 4 * copies
+    copied = facts.parameters * width if work.is_sharded else 0
+    return int(cache * (1 + 1 / facts.layers) + max(prefill, choice) + copied)
+
+
+def cache_bytes_per_token(text: Mapping[str, Any], width: int) -> int:
+    """Return what keys and values of one token take over all layers. text: the config of the language model."""
+    heads = text.get("num_attention_heads", 32)
+    head = text.get("head_dim") or text.get("hidden_size", 4096) // heads
+    return 2 * text.get("num_hidden_layers", 32) * text.get("num_key_value_heads", heads) * head * width
+
+
+def served_cache_gib(bytes_per_token: int, max_length: int, concurrency: int, memory_bytes: int) -> int:
+    """Return the GiB of a CPU server's cache: all its completions at full length, within a quarter of the memory."""
+    wanted = bytes_per_token * max_length * concurrency
+    return max(1, math.ceil(min(wanted, memory_bytes / 4) / 2**30))
+
+
+def engine_forecast(source: Source, config: GrpoConfig, memory_bytes: int) -> dict[str, int]:
+    """Return the bytes of each part of one engine, on each of its devices. memory_bytes: of the machine.
+
+    On a cuda device the cache is what one sequence needs at the least: a server takes all of its share in any case.
+    """
+    facts, width = model_facts(source), width_of(config)
+    per_token = cache_bytes_per_token(text_config(source), width)
+    length = config.max_length or facts.context
+    parts = {
+        "programs": ENGINE_BASE_BYTES[config.device],
+        "weights": facts.parameters * width // config.rollout_tp,
+    }
+    if config.device != "cpu":
+        return parts | {"cache_at_least": per_token * length // config.rollout_tp}
+    return parts | {"cache": served_cache_gib(per_token, length, config.concurrency, memory_bytes) * 2**30}
 
 
 def _attended(config: RunConfig, work: Workload) -> int:

@@ -88,7 +88,9 @@ class LocalDelivery:
         if measured_kind(training.module) == "fsdp2" or config.max_staleness:
             self._copy = build_policy(training.config, training.job.source).to(training.world.device)
         policy = self._copy or training.policy
-        self.engine: LocalEngine = LocalEngine(policy.generator, BASE_VERSION)
+        self.engine: LocalEngine = LocalEngine(
+            policy.generator, BASE_VERSION, lambda: training.beat("sampling")
+        )
 
     def deliver(self, version: PolicyVersion, canary: Canary) -> dict[str, Any]:
         if self._copy is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,12 @@ def _interval(differences: np.ndarray, seed: int) -> tuple[float, float]:
 
 
 def generated_scores(
-    model: nn.Module, tokenizer: Any, domain: Domain, examples: Sequence[Example], rows: Sequence[Row]
+    model: nn.Module,
+    tokenizer: Any,
+    domain: Domain,
+    examples: Sequence[Example],
+    rows: Sequence[Row],
+    beat: Callable[[], None] = lambda: None,
 ) -> list[float | None]:
     """Return the verifier's score of the model's greedy answer to each example; None where it cannot score.
 
@@ -73,17 +78,26 @@ def generated_scores(
     assert domain.score is not None, "the caller asks domain.has_verifier"
     if not examples:
         return []
+    prompts, sampling = questions(examples, tokenizer.eos_token_id)
+    completions = generate(model, prompts, sampling, beat=beat)
+    texts = [tokenizer.decode(completion.ids, skip_special_tokens=True) for completion in completions]
+    return [
+        domain.score(rows[example.row].values, text) for example, text in zip(examples, texts, strict=True)
+    ]
+
+
+def questions(
+    examples: Sequence[Example], eos_token_id: int | None = None
+) -> tuple[list[list[int]], Sampling]:
+    """Return the prompt of each example, and how it is answered: greedily, up to twice the longest right answer."""
     spans = [answer_span(example) for example in examples]
     prompts = [example.input_ids[:start] for example, (start, _) in zip(examples, spans, strict=True)]
     longest = max(end - start for start, end in spans)
     limit = min(MOST_NEW_TOKENS, max(FEWEST_NEW_TOKENS, 2 * longest))
     ends = {example.input_ids[end - 1] for example, (_, end) in zip(examples, spans, strict=True)}
-    stop_ids = sorted(ends | {tokenizer.eos_token_id} - {None})
-    completions = generate(model, prompts, Sampling(limit, stop_ids))
-    texts = [tokenizer.decode(completion.ids, skip_special_tokens=True) for completion in completions]
-    return [
-        domain.score(rows[example.row].values, text) for example, text in zip(examples, texts, strict=True)
-    ]
+    if eos_token_id is not None:
+        ends.add(eos_token_id)
+    return prompts, Sampling(limit, sorted(ends))
 
 
 def answer_span(example: Example) -> tuple[int, int]:

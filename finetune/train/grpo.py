@@ -107,7 +107,7 @@ def _start_engines(job: Job, world: World, stack: contextlib.ExitStack) -> Fleet
 def _deliverer(training: Training, fleet: Fleet | None) -> Deliverer:
     if fleet is None:
         return LocalDelivery(training)
-    engine, syncer = fleet.connect(training.journal.heartbeat, training.journal.event)
+    engine, syncer = fleet.connect(training.beat, training.journal.event)
     training.journal.event("engines", count=engine.num_servers)
     return FleetDelivery(training, engine, syncer)
 
@@ -130,12 +130,20 @@ def _steps(training: Training, source: Source) -> str:
                 more |= _measured(source.evaluate(step), training)
             log_step(training, step, step_facts, **more)
             stop_asked |= step_facts.stop_asked
+        _record_trained(training, first, work)
         step = training.progress.step
         if stop_asked or step == training.num_steps or _is_due(first, step, config.checkpoint_every):
             save_checkpoint(training)
         if stop_asked and step < training.num_steps:
             return "stopped"
     return "succeeded"
+
+
+def _record_trained(training: Training, first: int, work: BatchTraining) -> None:
+    """Keep what the trainer thought of each sampled token, where it was asked; all ranks take part."""
+    logps = work.trainer_logps() if work.has_signal else {}
+    if logps and training.world.rank == 0:
+        RolloutFiles(training.job.run_dir / ROLLOUTS).write_trained(first, logps)
 
 
 def _is_due(first: int, last: int, every: int) -> bool:
@@ -153,7 +161,7 @@ def _measured(result: EvalResult | None, training: Training) -> dict[str, Any]:
 def _short(result: EvalResult | None) -> dict[str, Any]:
     if result is None:
         return {"num_rows": 0}
-    names = ("accuracy", "sampled_accuracy", "num_rows")
+    names = ("accuracy", "sampled_accuracy", "num_rows", "num_tokens")
     return {name: value for name, value in asdict(result).items() if name in names}
 
 

@@ -34,7 +34,7 @@ class HeldOut:
     config: RunConfig
     source: Source
     world: World
-    beat: Callable[[str], None]  # is told what is being done
+    beat: Callable[[str], None]  # is told what is being done, often; what it raises ends the measurement
 
 
 def evaluate_held_out(
@@ -103,7 +103,12 @@ def _scores(policy: Policy, held_out: HeldOut, domain: Domain) -> list[float | N
     own = [place for place in sorted(examples) if place % world.size == world.rank]
     tokenizer = load_tokenizer(held_out.source)
     found = generated_scores(
-        policy.generator, tokenizer, domain, [examples[place] for place in own], prepared.eval_rows
+        policy.generator,
+        tokenizer,
+        domain,
+        [examples[place] for place in own],
+        prepared.eval_rows,
+        lambda: held_out.beat("answering held-out rows"),
     )
     every = {
         place: score

@@ -5,6 +5,7 @@ Every rank calls this with the same rollouts and trains its share. Tensors: N ta
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -41,6 +42,7 @@ class Piece:
 
     batch: Batch
     tokens: Tokens
+    first_N: Tensor | None = None  # log-probs as training on the batch began
 
 
 class BatchTraining:
@@ -111,17 +113,36 @@ class BatchTraining:
 
             def share_of(batch: Batch) -> Tensor:
                 nonlocal stats
-                tokens = next(pieces).tokens  # noqa: B023 (used up before the next pass)
+                piece = next(pieces)  # noqa: B023 (used up before the next pass)
+                tokens = piece.tokens
                 entropy_N = torch.zeros_like(tokens.mask_N)
                 logps_N = self.training.module(batch, self.config.temperature, entropy_N)
                 share, own = policy_loss(self.settings, logps_N, tokens, self.totals)
                 stats = stats + own
+                if piece.first_N is None:
+                    piece.first_N = logps_N.detach() if tokens.old_N is None else tokens.old_N
                 entropies[0] += float((entropy_N * tokens.mask_N).sum())  # noqa: B023
                 entropies[1] += float(tokens.mask_N.sum())  # noqa: B023
                 return share
 
             facts = take_step(self.training, first + number, [piece.batch for piece in self.pieces], share_of)
             yield first + number, facts, self._metrics(stats, entropies)
+
+    def trainer_logps(self) -> dict[str, list[float]]:
+        """Return the log-probs of all ranks' tokens as training on the batch began, by rollout; all ranks take part.
+
+        A rollout without a forward, as one of advantage 0 without a KL, has none.
+        """
+        own: list[tuple[Tensor, Tensor]] = []
+        for piece in self.pieces:
+            if piece.first_N is not None:
+                is_trained_N = piece.tokens.mask_N > 0
+                own.append((piece.tokens.rollout_N[is_trained_N].cpu(), piece.first_N[is_trained_N].cpu()))
+        found: dict[str, list[float]] = {}
+        for rollout_N, logps_N in itertools.chain(*self.training.world.gather(own)):
+            for place in rollout_N.unique().tolist():
+                found[self.rollouts[place].id] = logps_N[rollout_N == place].tolist()
+        return found
 
     def _before(self) -> None:
         """Make what needs the weights as they are before the first backward."""

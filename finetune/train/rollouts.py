@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from finetune.config import GrpoConfig
 from finetune.data.batches import epoch_order, step_rows
 from finetune.data.prepare import Prepared
+from finetune.data.tokens import token_texts
 from finetune.domains.prompts import ASKING
 from finetune.domains.verifiers import Answer, Reward, VerifierSet
 from finetune.errors import FinetuneError
@@ -40,6 +41,7 @@ class Maker:
     verifiers: VerifierSet
     tokenizer: Any
     stop_ids: list[int]
+    _texts: dict[int, str | list[int]] = field(default_factory=dict)  # of the tokens met so far
 
     def batch(self, step: int, version: int, digest: str, name: str) -> RolloutBatch:
         """Sample and score the batch that step begins with, under the version that the engine calls `name`.
@@ -65,7 +67,13 @@ class Maker:
         self._check_failures(step, rollouts)
         found = with_advantages(rollouts, config.scale_rewards)
         facts = {**times, **_facts(rollouts, found)}
-        return RolloutBatch(step, version, digest, rollouts, facts)
+        return RolloutBatch(step, version, digest, rollouts, facts, self.tokens(rollouts))
+
+    def tokens(self, rollouts: list[Rollout]) -> dict[str, str | list[int]]:
+        """Return what each token of the rollouts writes."""
+        ids = {one for rollout in rollouts for one in (*rollout.prompt_ids, *rollout.completion_ids)}
+        self._texts |= token_texts(self.tokenizer, ids - self._texts.keys())
+        return {str(one): self._texts[one] for one in sorted(ids)}
 
     def _spare_rows(self, step: int) -> Iterator[int]:
         used = set(batch_rows(self.config, step, len(self.prepared.train)))

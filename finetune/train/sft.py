@@ -70,7 +70,8 @@ def _steps(training: Training, prepared: Prepared, config: SftConfig) -> str:
         more: dict[str, Any] = {"rows": [prepared.train[row].row for row in rows]}
         is_best = False
         if config.eval_every and step % config.eval_every == 0 and prepared.eval:
-            more["eval_loss"] = held_out_loss(training.module, _held_out(training, prepared))
+            held_out = _held_out(training, prepared, training.journal.heartbeat)
+            more["eval_loss"] = held_out_loss(training.module, held_out)
             is_best = training.progress.take_eval(more["eval_loss"])
         log_step(
             training, step, facts, **more
@@ -96,13 +97,13 @@ def _share_of(training: Training, total: float) -> Callable[[Batch], Tensor]:
     return lambda batch: weighted_nll(training.module(batch), batch.weights_N) / total
 
 
-def _held_out(training: Training, prepared: Prepared) -> HeldOut:
-    return HeldOut(prepared, training.config, training.job.source, training.world, training.journal.heartbeat)
+def _held_out(training: Training, prepared: Prepared, beat: Callable[[str], None]) -> HeldOut:
+    return HeldOut(prepared, training.config, training.job.source, training.world, beat)
 
 
 def _evaluate(training: Training, prepared: Prepared) -> EvalResult | None:
     return evaluate_held_out(
-        training.module, _held_out(training, prepared), lambda: unsharded_policy(training)
+        training.module, _held_out(training, prepared, training.beat), lambda: unsharded_policy(training)
     )
 
 

@@ -7,6 +7,7 @@ only what the others have already handed over.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,7 @@ from finetune.parallel.world import World
 from finetune.records import Journal, StopFlag
 from finetune.train.metrics import Stopwatch, Tracker, peak_memory_bytes
 
+BEAT_EVERY_S = 1.0
 RECENT = 10  # steps whose mean loss stands for the loss at the end of training
 
 
@@ -93,10 +95,24 @@ class Training:
     resumed_from: int | None = None
     is_first_step: bool = True
     watch: Stopwatch = field(default_factory=Stopwatch)
+    last_beat: tuple[str, float] = ("", 0.0)  # what was being done, and when
 
     @property
     def config(self) -> RunConfig:
         return self.job.config
+
+    def beat(self, operation: str) -> None:
+        """Say what is being done between steps; may be called as often as one likes.
+
+        Raises FinetuneError(stopped) where this rank was told to stop and the checkpoints hold all there is: before the
+        first step of this attempt, and after the last step of all. The process that started the ranks ends the others.
+        """
+        now = time.monotonic()
+        if self.last_beat[0] != operation or now - self.last_beat[1] >= BEAT_EVERY_S:
+            self.last_beat = (operation, now)
+            self.journal.heartbeat(operation)
+        if self.stop.is_set and self.progress.step in (self.resumed_from or 0, self.num_steps):
+            raise FinetuneError("stopped", f"told to stop while {operation}")
 
 
 def start_training(job: Job, world: World, journal: Journal, stop: StopFlag, num_steps: int) -> Training:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from agent.system import Device, Machine
 
 STANDIN = [sys.executable, str(Path(__file__).with_name("standin.py"))]
 SLOW = "steps:50,pause:0.2"
-CPU = Machine("here", 8, 32 << 30, 16 << 30, cpu_bf16=True)
+CPU = Machine("here", 8, 32 << 30, 16 << 30, cpu_bf16=True, shared_memory=(16 << 30, 15 << 30))
 GPUS = tuple(Device(str(index), "H", 80 << 30, 79 << 30) for index in (0, 1, 2, 3))
 CUDA = replace(CPU, devices=GPUS)
 TINY = ["--method", "sft", "--model", "builtin:tiny", "--device", "cpu"]
+Caller = Callable[..., dict[str, Any]]  # of tools
 GRPO = ["--method", "grpo", *TINY[2:]]
 
 
@@ -68,8 +70,12 @@ def document(path: Path, kind: str) -> dict[str, Any]:
     return value
 
 
-def wait_for_step(folder: RunFolder, step: int) -> None:
+def wait_for_step(folder: RunFolder, step: int, seconds: float = 20) -> None:
     def is_there() -> bool:
         return folder.metrics.exists() and folder.metrics.read_bytes().count(b"\n") >= step
 
-    assert wait_until(is_there, 20)
+    assert wait_until(is_there, seconds)
+
+
+def codes(answer: dict[str, Any]) -> list[str]:
+    return [error["code"] for error in answer["errors"]]

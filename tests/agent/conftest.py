@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from agent import cli
-from agent.folder import RunFolder
+from agent import cli, tools
+from agent.folder import RunFolder, check_against_schema
 from agent.plan import make_plan
 from agent.preflight import Findings
+from agent.render import MOST_CHARACTERS, text_of
 from agent.request import understand
+from agent.roots import Roots
 from agent.system import Machine
-from tests.agent.calls import CPU, TINY, Standin, checked
+from tests.agent.calls import CPU, TINY, Caller, Standin, checked
 
 
 @pytest.fixture
@@ -69,6 +71,17 @@ Maker = Callable[..., tuple[dict[str, Any], Findings]]
 
 
 @pytest.fixture
+def planned(tmp_path: Path, rows: Path) -> Maker:
+    """Return a function that plans a run with these settings, on this machine."""
+
+    def make(machine: Machine = CPU, **flags: Any) -> tuple[dict[str, Any], Findings]:
+        given = {"method": "sft", "model": "builtin:tiny", "data": [str(rows)], "out": "o"} | flags
+        return make_plan(understand(given, tmp_path), machine, tmp_path)
+
+    return make
+
+
+@pytest.fixture
 def grpo(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
     """Return a function that plans a run of grpo on this machine, with vLLM for it unless packages say otherwise."""
 
@@ -86,3 +99,34 @@ def grpo(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "out")
+
+
+@pytest.fixture
+def roots(tmp_path: Path, home: Path) -> Roots:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return Roots.of([folder])
+
+
+@pytest.fixture
+def call_tool(roots: Roots) -> Caller:
+    """Return a function that calls a tool and holds its answer to the contract."""
+
+    def make(name: str, arguments: Any = None, /, **named: Any) -> dict[str, Any]:
+        answer = tools.call(name, named if arguments is None else arguments, roots)
+        check_against_schema("answer", answer)
+        assert len(text_of(answer)) <= MOST_CHARACTERS
+        return answer
+
+    return make
+
+
+@pytest.fixture
+def ended(standin: Standin, roots: Roots, rows: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a run that has failed, in the root that is also the working directory."""
+    monkeypatch.chdir(roots.first)
+    (roots.first / "rows.jsonl").write_text(rows.read_text())
+    argv = ["run", *TINY, "--data", "rows.jsonl", "--out", "run"]
+    answer, code = standin(*argv, how="crash:CUDA out of memory", cwd=roots.first)
+    assert code == 8, answer
+    return roots.first / "run"

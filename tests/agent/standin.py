@@ -3,10 +3,13 @@
     python tests/agent/standin.py VERB ...      the command, with stand-in children
     python tests/agent/standin.py --train DIR   the training child
     python tests/agent/standin.py --probe REQUEST ANSWER
+    python tests/agent/standin.py --supervise DIR LOCK   the supervisor of a detached run, with the same children
 
 They load no model, so they show nothing about training: what a step does, what a checkpoint holds, whether ranks stop
 together. The tests of the real children are in test_end_to_end.py. FINETUNE_STANDIN says how the training child behaves:
-NAME or NAME:VALUE, comma-separated (steps, pause, fail, crash, print, die, deaf).
+NAME or NAME:VALUE, comma-separated: steps, pause, fail, crash, print, die, deaf; tokens sampled and bytes written in a
+step; checks: seconds that the full checks take, refuse: they fail; dead-supervisor: it ends at once; free-disk,
+free-memory: what the watcher sees, limit-grace: how long it waits for a save.
 """
 
 import json
@@ -55,6 +58,8 @@ def train(run_dir: Path) -> int:
     for step in range(start + 1, steps + 1):
         journal.heartbeat("training", step=step)
         time.sleep(float(how.get("pause", 0)))
+        if "bytes" in how:
+            (run_dir / f"rollout-{step}").write_bytes(bytes(int(how["bytes"])))
         if how.get("fail") and step == 2:
             return finish(
                 run_dir,
@@ -66,6 +71,7 @@ def train(run_dir: Path) -> int:
         if "die" in how and step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         more = {"reward_mean": step / 10, "truncated_share": 0.5} if plan["method"] == "grpo" else {}
+        more |= {"sampled_tokens": int(how["tokens"])} if "tokens" in how else {}
         figures = {"loss": 1.0 / step, "grad_norm": 1.0, "step_s": 0.01, "tokens_per_s": 10.0} | more
         journal.metrics(step, num_steps=steps, **figures)
         if (asked and "deaf" not in how) or step == steps:
@@ -122,10 +128,11 @@ def probe(request: Path, answer: Path) -> int:
     return 0
 
 
-def command(argv: list[str]) -> int:
-    """The console command with its children replaced by this file."""
-    from agent import cli, plan, probing, processes
+def replace_children() -> None:
+    """Have this file stand in for every child process that our program starts."""
+    from agent import attempt, budgets, handles, plan, probing, processes, supervisor
 
+    how = behaviour()
     plan.launch_argv = lambda run_dir: [sys.executable, HERE, "--train", str(run_dir)]
 
     def start_child(argv, *rest, **options):  # type: ignore[no-untyped-def]
@@ -133,12 +140,45 @@ def command(argv: list[str]) -> int:
         return processes.start_child([argv[0], *arguments], *rest, **options)
 
     probing.start_child = start_child
+    supervisor.supervisor_command = lambda folder, lock: [
+        sys.executable,
+        HERE,
+        "--supervise",
+        str(folder.path),
+        str(lock),
+    ]
+    handles.job_command = lambda argv: [sys.executable, HERE, *argv]
+    if "limit-grace" in how:
+        attempt.LIMIT_GRACE_S = float(how["limit-grace"])
+    if "free-disk" in how:
+        budgets.free_disk = lambda path: int(how["free-disk"])
+    if "free-memory" in how:
+        budgets.memory = lambda: (1 << 30, int(how["free-memory"]))
+
+
+def command(argv: list[str]) -> int:
+    """The console command with its children replaced by this file."""
+    from agent import cli
+
+    replace_children()
     return cli.main(argv)
+
+
+def supervise(run_dir: Path, lock: int) -> int:
+    from agent import supervisor
+    from agent.folder import RunFolder
+
+    if "dead-supervisor" in behaviour():
+        sys.exit("told to die")
+    replace_children()
+    return supervisor.supervise(RunFolder(run_dir), lock)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--train":
         sys.exit(train(Path(sys.argv[2])))
+    if sys.argv[1] == "--supervise":
+        sys.exit(supervise(Path(sys.argv[2]), int(sys.argv[3])))
     sys.exit(
         probe(Path(sys.argv[2]), Path(sys.argv[3])) if sys.argv[1] == "--probe" else command(sys.argv[1:])
     )

@@ -20,7 +20,7 @@ from agent.states import first_state
 from agent.system import Device, read_machine
 from agent.verifying import NAMES
 from finetune.domains.answers import BUILTINS
-from finetune.errors import EXIT_CODES, FinetuneError
+from finetune.errors import EXIT_CODES
 from tests.agent.calls import GRPO, TINY, checked
 
 ROOT = Path(__file__).parents[2]
@@ -226,7 +226,8 @@ def test_the_scripts_are_the_verbs(rows: Path, tmp_path: Path) -> None:
     for start in (SCRIPT, [sys.executable, str(ROOT / "scripts" / "finetune_cli.py"), "run"]):
         done = subprocess.run([*start, *flags], capture_output=True, text=True, cwd=tmp_path, check=True)
         answers.append(checked(done.stdout, 0))
-        del answers[-1]["data"]["estimates"]["free_disk_bytes"]
+        for changing in ("estimates", "checks"):  # what is free changes between the two
+            del answers[-1]["data"][changing]
     assert answers[0] == answers[1]
 
 
@@ -242,36 +243,6 @@ def test_explain_error_knows_codes_texts_and_files(command: Any, tmp_path: Path)
     answer, code = command("explain-error", str(tmp_path / "x.log"))
     assert (code, answer["data"]["hint_id"]) == (0, "missing_package")
     assert command("explain-error", "never seen before")[0]["status"] == "unknown"
-
-
-def test_the_doctor_is_quiet_about_the_values_of_secrets(
-    command: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "k_TEST")
-    monkeypatch.setattr(
-        "agent.verbs._broken_imports", lambda context, names: []
-    )  # importing torch takes seconds: test_end_to_end does it
-    answer, code = command("doctor")
-    assert code == 0
-    assert "WANDB_API_KEY" in answer["data"]["secrets_present"]
-    assert "k_TEST" not in json.dumps(answer)
-
-
-@pytest.mark.parametrize("is_installed", [True, False])
-def test_the_doctor_says_whether_there_is_an_engine(
-    command: Any, monkeypatch: pytest.MonkeyPatch, is_installed: bool
-) -> None:
-    """A vLLM that is missing or does not import is a warning: the rest works without it."""
-    broken = FinetuneError("broken_package", "the package vllm cannot be imported: it is odd")
-    monkeypatch.setattr("agent.verbs.vllm_packages", lambda: {"vllm": "0.33.0"} if is_installed else {})
-    monkeypatch.setattr(
-        "agent.verbs._broken_imports", lambda context, names: [broken] if names == ("vllm",) else []
-    )
-    answer, code = command("doctor")
-    assert code == 0
-    assert answer["data"]["engine"] == ("vllm 0.33.0" if is_installed else None)
-    text = next(item["text"] for item in answer["warnings"] if item["hint_id"] == "no_engine")
-    assert ("it is odd" if is_installed else "not installed") in text
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from tests.agent.calls import SLOW, Standin, document, wait_for_step
 
 
 def write_model(folder: str) -> None:
-    """Write what a plan reads of a model: its config and one weight."""
+    """Write what a plan reads of a model: its config, one weight and that it has a tokenizer."""
     Path(folder).mkdir()
     (Path(folder) / "config.json").write_text(json.dumps(tiny_config(tiny_options(""))))
     save_file({"model.norm.weight": np.ones(128, np.float32)}, Path(folder) / "model.safetensors")
+    (Path(folder) / "tokenizer.json").write_text("{}")
 
 
 def test_a_run_under_way_answers_with_its_handle_and_stops_when_told(
@@ -31,7 +32,7 @@ def test_a_run_under_way_answers_with_its_handle_and_stops_when_told(
     waited, code = standin("status", str(folder.path), "--wait", "0.3")
     assert (code, waited["errors"][0]["code"], waited["status"]) == (9, "still_running", "running")
     assert waited["data"]["ranks"][0]["operation"] == "training"
-    assert waited["data"]["suggested_poll_seconds"] >= 5
+    assert waited["data"]["suggested_poll_s"] >= 5
     stopped, code = standin("stop", str(folder.path))
     assert (code, stopped["status"], stopped["data"]["killed"]) == (0, "stopped", False)
     ended, code = standin.finish(first)

@@ -92,9 +92,7 @@ def test_arithmetic_counts_prompts_rollouts_and_steps(grpo: Maker) -> None:
         "group_size": 4,
         "batches": 10,
     }
-    expected = (
-        "grpo of builtin:tiny: 20 steps of 20 rollouts (5 prompts x 4) on 1 x cpu, sampled by 1 x vllm (cpu)"
-    )
+    expected = "grpo of builtin:tiny: 20 steps of 20 rollouts (5 prompts x 4) on 1 x cpu, about 1 min, sampled by 1 x vllm (cpu)"
     assert plan_line(plan) == expected
 
 

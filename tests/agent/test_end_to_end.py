@@ -97,6 +97,16 @@ def test_a_real_run_writes_a_manifest_of_what_was_measured(
     }
 
 
+def test_the_memory_that_was_foreseen_is_what_was_taken(finished: tuple[dict[str, Any], RunFolder]) -> None:
+    """Larger models are in the proof row memory-forecast."""
+    folder = finished[1]
+    said = json.loads(folder.plan.read_text())["estimates"]
+    peak = json.loads(folder.manifest.read_text())["peak_memory_bytes_per_rank"][0]
+    assert said["memory_bytes_per_rank"] == sum(said["memory_parts"].values())
+    assert 0.85 < said["memory_bytes_per_rank"] / peak < 1.15
+    assert (said["seconds"] > 0, said["tokens"] > 0) == (True, True)
+
+
 def test_status_of_a_real_run(call: Runner, finished: tuple[dict[str, Any], RunFolder]) -> None:
     answer, code = call("status", finished[0]["run_id"])
     assert (code, answer["status"], answer["data"]["step"]) == (0, "succeeded", 4)

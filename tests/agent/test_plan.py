@@ -9,24 +9,12 @@ from typing import Any
 
 import pytest
 
-from agent.plan import differences, launch_environment, make_plan, read_plan
+from agent.plan import differences, launch_environment, read_plan
 from agent.preflight import Findings
 from agent.request import understand
-from agent.system import Machine
 from tests.agent.calls import CPU, CUDA, GPUS
 
 Maker = Callable[..., tuple[dict[str, Any], Findings]]
-
-
-@pytest.fixture
-def planned(tmp_path: Path, rows: Path) -> Maker:
-    """Return a function that plans a run with these settings, on this machine."""
-
-    def make(machine: Machine = CPU, **flags: Any) -> tuple[dict[str, Any], Findings]:
-        given = {"method": "sft", "model": "builtin:tiny", "data": [str(rows)], "out": "o"} | flags
-        return make_plan(understand(given, tmp_path), machine, tmp_path)
-
-    return make
 
 
 def value(plan: dict[str, Any], name: str) -> Any:
@@ -233,7 +221,8 @@ def test_a_setting_without_effect_at_one_rank_is_a_warning(planned: Maker) -> No
 
 
 def test_the_disk_must_hold_the_checkpoints(planned: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = 4 * 12 * 155_648  # two kept, the best and the final one; weight and two moments in fp32
+    # Two kept, the best and one on its way: weight and two moments in fp32; the final weights; the logs.
+    needed = 4 * 12 * 155_648 + 4 * 155_648 + 5_000_000
     monkeypatch.setattr("agent.preflight.free_disk", lambda path: needed - 1)
     assert codes(planned()[1]) == ["not_enough_disk"]
     monkeypatch.setattr("agent.preflight.free_disk", lambda path: needed)
@@ -280,3 +269,48 @@ def test_a_plan_of_an_older_version_means_one_process(planned: Maker, tmp_path: 
         "devices": [],
         "profile": None,
     }
+
+
+def test_differences_from_the_recommended_values_are_told(planned: Maker) -> None:
+    plan, _ = planned(
+        device="cpu", lora_rank="16", epochs="2", micro_batch_tokens="512", global_batch_size="16"
+    )
+    assert plan["differs_from_default"] == [
+        {"name": "epochs", "value": 2.0, "default": 1.0},
+        {"name": "micro_batch_tokens", "value": 512, "default": 1024},  # what none becomes on this machine
+    ]
+    assert planned()[0]["differs_from_default"] == []
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_a_plan_fits_into_an_answer_with_all_its_sections(
+    command: Callable[..., Any], tmp_path: Path, method: str
+) -> None:
+    """Long paths, and as many settings of the user as a careful one gives."""
+    folder = tmp_path / "a-rather-long-name-of-a-folder"
+    folder.mkdir()
+    names = [str(folder / f"rows-{place}.jsonl") for place in range(2)]
+    for name in names:
+        Path(name).write_text('{"prompt": "What is 1 + 1?", "answer": "2", "completion": "2"}\n' * 40)
+    flags = ["--lora-rank", "8", "--lora-alpha", "16", "--seed", "3", "--epochs", "2", "--eval-rows", "9"]
+    flags += ["--learning-rate", "1e-4", "--max-length", "256", "--checkpoint-every", "9", "--threads", "1"]
+    if method == "grpo":
+        flags += ["--engine", "local", "--group-size", "4", "--max-completion-tokens", "16"]
+    answer, code = command(
+        "plan",
+        "--method",
+        method,
+        "--model",
+        "builtin:tiny",
+        "--data",
+        *names,
+        "--out",
+        str(folder / "o"),
+        *flags,
+    )
+    assert code == 0, answer["errors"]
+    assert not answer["truncated"]
+    sections = {"settings", "differs_from_default", "arithmetic", "estimates", "checks", "launch", "parallel"}
+    assert answer["data"].keys() >= sections
+    names_of_environment = answer["data"]["launch"]["environment_names"]
+    assert names_of_environment == sorted(names_of_environment)

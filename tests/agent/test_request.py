@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.request import absolute, understand, where
+from agent.request import absolute, again, understand, where
 from finetune.errors import FinetuneError
 
 BASE = {"method": "sft", "model": "builtin:tiny", "data": ["builtin:arithmetic"]}
@@ -25,6 +25,19 @@ def test_sources_give_way_to_each_other(tmp_path: Path) -> None:
     )
     assert (request.sources["seed"], request.sources["learning_rate"]) == ("user", "file")
     assert "epochs" not in request.sources
+
+
+def test_other_held_out_rows_take_the_place_of_a_share(tmp_path: Path) -> None:
+    """A run that held out a share of its rows can be evaluated on a file, although the two exclude each other."""
+    chosen = understand(BASE | {"eval_fraction": "0.2", "split_seed": "3", "out": "a"}, tmp_path)
+    settings = {
+        name: {"value": value, "source": chosen.sources.get(name, "default")}
+        for name, value in vars(chosen.config).items()
+    }
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    request = again({"method": "sft", "settings": settings}, {"eval_data": ["rows.jsonl"]}, tmp_path)
+    assert request.problems == []
+    assert "eval_fraction" not in request.sources
 
 
 def test_a_plan_gives_what_its_user_chose(tmp_path: Path) -> None:

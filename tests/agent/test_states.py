@@ -15,6 +15,7 @@ LEGAL = """
 planned queued; queued starting; starting running; running saving; saving running; running stopping;
 stopping stopped; stopping preempted; stopping succeeded; stopping failed; running succeeded; running failed;
 planned lost; queued lost; starting lost; running lost; saving lost; stopping lost;
+planned failed; queued failed; starting failed; planned stopping; queued stopping; starting stopping;
 stopped starting; preempted starting; failed starting; lost starting; succeeded starting
 """
 PAIRS = {tuple(pair.split()) for pair in LEGAL.split(";")}

@@ -25,8 +25,20 @@ def test_rewards_and_the_lift_with_its_interval_are_told() -> None:
     assert result_line(told, {"first": 0.2, "last": 0.55}) == expected
 
 
-def test_untouched_advanced_settings_are_left_to_the_file() -> None:
+def test_untouched_settings_stand_apart_and_advanced_ones_are_left_to_the_file() -> None:
     sources = {"a": "default", "b": "user", "c": "default", "d": "plan"}
     settings = {name: {"value": 1, "source": source} for name, source in sources.items()}
-    shown = shown_plan({"settings": settings, "identity": {}, "level": "quick"}, {"a", "b", "d"})
-    assert shown == {"settings": {name: settings[name] for name in "bcd"}, "level": "quick"}
+    plan = {"settings": settings, "identity": {}, "level": "quick", "prepared": None, "report": None}
+    assert shown_plan(plan, {"a", "b", "d"}) == {
+        "settings": {name: settings[name] for name in "bd"},
+        "defaults": {"c": 1},
+        "level": "quick",
+    }
+
+
+def test_the_account_of_the_rows_is_shown_in_short() -> None:
+    files = [{"path": "/a", "sha256": "0" * 64, "rows": 2}]
+    report = {"ledger": {"read": 2}, "preview": ["long"], "num_tokens": 9}
+    shown = shown_plan({"settings": {}, "data": {"files": files}, "report": report}, set())
+    assert shown["data"] == {"files": [{"path": "/a", "rows": 2}]}
+    assert shown["report"] == {"ledger": {"read": 2}, "num_tokens": 9}

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from finetune.errors import FinetuneError
+from finetune.model.builtin import load_tokenizer
+from finetune.model.source import resolve_source
 from finetune.rank import run_rank
-from finetune.records import StopFlag, TrainResult
+from finetune.records import StopFlag, TrainResult, read_lines
 from finetune.rollout.ledger import RolloutBatch, RolloutFiles
 from tests.train.runs import adapter, beats, finish, make_prompts_run, metrics, start, start_adapter
 
@@ -74,6 +76,27 @@ def test_the_first_pass_has_ratio_one_and_the_sampler_agrees_with_the_trainer(st
     assert metrics(straight)[1]["lora_b_norm"] > 0
 
 
+def test_texts_of_tokens_and_the_trainers_log_probs_stand_beside_what_was_sampled(straight: Path) -> None:
+    tokenizer = load_tokenizer(resolve_source("builtin:tiny"))
+    for batch in batches(straight):
+        trained = {line["id"]: line["logprobs"] for line in trained_lines(straight, batch.step)}
+        assert trained.keys() == {one.id for one in batch.rollouts if one.advantage}
+        for one in batch.rollouts:
+            for ids in (one.prompt_ids, one.completion_ids):
+                texts = [batch.tokens[str(token)] for token in ids]
+                written = b"".join(bytes(x) if isinstance(x, list) else x.encode() for x in texts)
+                assert written.decode("utf-8", "replace") == tokenizer.decode(ids)
+            if one.advantage:
+                assert trained[one.id] == pytest.approx(one.logprobs, abs=1e-4)
+    assert RolloutFiles(straight / "rollouts").read(4, kind="eval").tokens  # type: ignore[union-attr]
+
+
+def trained_lines(run: Path, step: int) -> list[dict[str, Any]]:
+    head, *lines = read_lines(run / "rollouts" / f"trained-{step:06d}.jsonl")
+    assert (head["kind"], head["step"], head["num_rollouts"]) == ("trained", step, len(lines))
+    return lines
+
+
 def test_a_loss_near_zero_is_no_failure(straight: Path) -> None:
     outcome = json.loads((straight / "heartbeat" / "result.json").read_text())
     assert outcome["facts"]["effective_update"] is True
@@ -93,7 +116,7 @@ def test_replayed_rollouts_give_the_same_adapter_without_an_engine(straight: Pat
     run = made(tmp_path / "run", replay=str(straight))
     train_here(run)
     assert digest(run) == digest(straight)
-    assert not (run / "rollouts").exists()
+    assert not list((run / "rollouts").glob("step-*")), "nothing is sampled"
     assert [line["loss"] for line in metrics(run)] == [line["loss"] for line in metrics(straight)]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from finetune.records import read_lines
 from tests.train.runs import adapter, finish, make_prompts_run, metrics, relative_difference, start_adapter
 
 LOSS, GRAD_NORM, ADAPTER = 5e-6, 5e-6, 1e-5
@@ -71,6 +72,16 @@ def assert_equal(run: Path, reference: Path) -> None:
         assert line["entropy"] == pytest.approx(wanted["entropy"], abs=1e-4)
         assert line["kl"] == pytest.approx(wanted["kl"], abs=1e-6)
     assert relative_difference(adapter(reference), adapter(run)) < ADAPTER
+    found, logps = trained(run), trained(reference)
+    assert found.keys() == logps.keys()
+    assert all(found[name] == pytest.approx(logps[name], abs=1e-5) for name in logps)
+
+
+def trained(run: Path) -> dict[str, list[float]]:
+    """Return what the trainer thought of the tokens of the first batch, by rollout."""
+    lines = read_lines(run / "rollouts" / "trained-000001.jsonl")
+    assert lines[0]["num_rollouts"] == len(lines) - 1 > 10
+    return {line["id"]: line["logprobs"] for line in lines[1:]}
 
 
 @pytest.mark.slow
