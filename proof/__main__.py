@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from proof.agent_program import opencode_story
 from proof.claims import Claim, NotHere, append
 from proof.equality import equality_smollm2
 from proof.forecasts import memory_forecast
@@ -38,6 +39,7 @@ ROWS: dict[str, Callable[[Path], list[Claim]]] = {
     "kills-parent": kills_parent,
     "kills-rank0": kills_rank0,
     "kills-rank1": kills_rank1,
+    "opencode-story": opencode_story,
     "bench": bench,
     "grpo-bench": grpo_bench,
 }

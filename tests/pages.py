@@ -80,7 +80,7 @@ def differences(shown: Any, real: Any, place: str = "answer") -> list[str]:
     """
     if isinstance(shown, dict) and isinstance(real, dict):
         found = [f"{place}.{key} is not there" for key in shown if key not in real]
-        for key in shown.keys() & real.keys():
+        for key in (key for key in shown if key in real):
             found += differences(shown[key], real[key], f"{place}.{key}")
         return found
     if isinstance(shown, list) and isinstance(real, list):

@@ -173,6 +173,7 @@ def test_rows_are_shown_and_prepared_once(
     assert prepared["data"]["reused"] is True
 
 
+@pytest.mark.proof
 def test_two_ranks_stop_together_and_go_on_where_they_were(
     place: Path, call: Runner, flags: list[str]
 ) -> None:

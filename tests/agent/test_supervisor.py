@@ -300,6 +300,7 @@ def real(standin: Standin, monkeypatch: pytest.MonkeyPatch) -> Standin:
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_a_real_run_killed_while_its_ranks_begin_leaves_nothing_and_goes_on(
     real: Standin, flags: list[str], folder: RunFolder
 ) -> None:

@@ -213,6 +213,7 @@ def test_a_running_server_is_judged_by_what_it_does(server: ManagedServer) -> No
     assert server.is_alive
 
 
+@pytest.mark.proof
 def test_a_server_killed_while_it_samples_is_restarted_and_the_completions_come(
     engine: VllmEngine, server: ManagedServer, model: torch.nn.Module
 ) -> None:
@@ -238,6 +239,7 @@ def test_a_server_killed_while_it_samples_is_restarted_and_the_completions_come(
     assert worst(model, pairs, 1.0) < EXACT  # type: ignore[arg-type]
 
 
+@pytest.mark.proof
 def test_a_model_that_vllm_does_not_know_is_named(settings: ServerSettings, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()

@@ -18,6 +18,7 @@ PROVED = {"base", "direct", "probe", "digest"}
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_adapters_are_served_token_for_token_in_fp32(tmp_path: Path) -> None:
     run = make_prompts_run(
         tmp_path / "run",
