@@ -74,6 +74,7 @@ def carry_out(attempt: Attempt) -> Ending:
     """Train until the child has ended, and write down how."""
     folder = attempt.folder
     folder.outcome.unlink(missing_ok=True)
+    _scrub_files(folder, attempt.environment)  # of an attempt that was killed
     _set_aside_logs(folder, len(attempt.manifest["attempts"]))
     attempt.write_manifest(begun(attempt.manifest, attempt.plan, attempt.host))
     _mend_events(folder)
@@ -208,7 +209,7 @@ def _conclude(attempt: Attempt, returncode: int, watch: Watch) -> Ending:
     outcome = _read_outcome(folder)
     status, error = _judge(attempt, outcome, returncode)
     result = outcome["result"] if outcome else None
-    _scrub_logs(folder, attempt.environment)
+    _scrub_files(folder, attempt.environment)
     seen = _seen(folder)
     if result:
         seen["step"] = result["steps"]
@@ -298,10 +299,11 @@ def _for_memory(attempt: Attempt, error: FinetuneError) -> FinetuneError:
     return FinetuneError("out_of_memory", text, **error.evidence)
 
 
-def _scrub_logs(folder: RunFolder, environment: Mapping[str, str]) -> None:
-    """Mask secrets that libraries printed; a log without any stays untouched."""
+def _scrub_files(folder: RunFolder, environment: Mapping[str, str]) -> None:
+    """Mask secrets that libraries printed or named in an error; a file without any stays untouched."""
     secrets = secret_values(environment)
-    for path in Path(folder.logs).glob("*.log"):
+    errors = [folder.outcome, *(folder.path / "heartbeat").glob("*.error.json")]
+    for path in [*folder.logs.glob("*.log"), *filter(Path.exists, errors)]:
         text = path.read_bytes().decode("utf-8", "surrogateescape")
         masked = scrub_text(text, secrets)
         if masked != text:

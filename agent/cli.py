@@ -13,6 +13,8 @@ from pathlib import Path
 
 from agent.commands import VERBS, Call, carried_out
 from agent.flags import detach
+from agent.monitor import find_run
+from agent.plan import plan_of
 from agent.render import Answer, document, for_people, text_of
 from agent.request import method_in
 from agent.runner import Context, guarded
@@ -97,6 +99,9 @@ def read_call(name: str, arguments: list[str], context: Context) -> Call:
         parser.print_help()
         sys.exit(0)
     options, rest = parser.parse_known_args(arguments)
+    if method and (own := _method_of_run(options, context)) and _value_of("--method", arguments) is None:
+        method, parser = own, make_parser(name, own)
+        options, rest = parser.parse_known_args(arguments)
     names = {item.name for item in knobs(method.config)} | {"method", "config"} if method else set()
     settings = {key: value for key, value in vars(options).items() if key in names}
     problems = [*_unknown(rest, parser), *_repeated(arguments, parser)]
@@ -144,6 +149,16 @@ def _method_of(arguments: list[str], cwd: Path) -> Method:
     if named is None and (config := _value_of("--config", arguments)):
         named = method_in(config, cwd)
     return next(iter(METHODS.values())) if named is None else method_named(named)
+
+
+def _method_of_run(options: argparse.Namespace, context: Context) -> Method | None:
+    """Return the method of the run that a call names, None where it names none: its settings are those of the run."""
+    if not isinstance(run := getattr(options, "run", None), str):
+        return None
+    try:
+        return method_named(plan_of(find_run(run, context.cwd, context.machine.environ))["method"])
+    except FinetuneError:  # the verb says why
+        return None
 
 
 def _value_of(flag: str, arguments: list[str]) -> str | None:

@@ -71,6 +71,8 @@ class Call:
 def carried_out(call: Call) -> Answer:
     """Return what the verb answers, or the handle of the job that does it."""
     verb = VERBS[call.verb]
+    if call.verb == "evaluate":
+        call.problems += _idle_of_evaluate(call)
     if not verb.takes_settings:
         call.refuse_problems()
     if not (verb.is_job and call.options.detach):
@@ -131,6 +133,19 @@ def _resume(call: Call) -> Answer:
     names = ("max_hours", "max_disk_gb", "max_generated_tokens")
     limits = {name: value for name in names if (value := getattr(options, name)) is not None}
     return control.resume(options.run, options.extend, limits, options.detach, call.context)
+
+
+def _idle_of_evaluate(call: Call) -> list[FinetuneError]:
+    """Return an error for each flag that only the other kind of evaluation reads: that of a run, or that of a model."""
+    options = call.options
+    if options.run is None:
+        given = {"checkpoint": options.checkpoint is not None, "base": options.base}
+        text = "says which weights of a RUN, and no RUN is given"
+    else:
+        given = {"adapter": options.adapter is not None, "config": "config" in call.settings}
+        text = "means nothing beside a RUN, which brings its own; leave one of the two out"
+    idle = [name for name, is_given in given.items() if is_given]
+    return [FinetuneError("setting_without_effect", f"{name}: {text}", setting=name) for name in idle]
 
 
 def _evaluate(call: Call) -> Answer:

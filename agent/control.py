@@ -65,9 +65,8 @@ def stop(name: str, grace_s: float, context: Context) -> Answer:
         raise FinetuneError(
             "run_in_use", f"the run works on {state['host']}; stop it there", host=state["host"]
         )
-    folder.stop_request.touch()
-    ProcessId(state["pid"], state["pid_start"], state["boot_id"]).send(signal.SIGTERM)
-    killed = not wait_until(lambda: read_state(folder, host)["state"] not in UNFINISHED, grace_s)
+    told: set[ProcessId] = set()
+    killed = not wait_until(lambda: _has_ended(folder, host, told), grace_s)
     if killed:
         _kill(folder, host)
     state = read_state(folder, host)
@@ -84,6 +83,22 @@ def stop(name: str, grace_s: float, context: Context) -> Answer:
             )
         ]
     return answer
+
+
+def _has_ended(folder: RunFolder, host: str, told: set[ProcessId]) -> bool:
+    """Say whether a run has ended; each runner that its state names is told to stop, once.
+
+    One that is resumed in the foreground names itself only when its checks are done.
+    """
+    state = read_state(folder, host)
+    if state["state"] not in UNFINISHED:
+        return True
+    runner = ProcessId(state["pid"], state["pid_start"], state["boot_id"])
+    if runner not in told:
+        told.add(runner)
+        folder.stop_request.touch()
+        runner.send(signal.SIGTERM)
+    return False
 
 
 def _kill(folder: RunFolder, host: str) -> None:

@@ -170,7 +170,7 @@ def replay_digest(path: str | None) -> str | None:
     """Return one digest of the recorded rollouts in a file or a folder; None where there are none."""
     if path is None or not os.path.exists(path):
         return path
-    files = [Path(path)] if os.path.isfile(path) else sorted(Path(path).glob("*.jsonl"))
+    files = [Path(path)] if os.path.isfile(path) else sorted(Path(path).glob("step-*.jsonl"))
     whole = hashlib.sha256()
     for file in files:
         with open(file, "rb") as stream:

@@ -24,6 +24,7 @@ from finetune.records import to_json, write_atomically
 
 SCHEMA_VERSION = "1"
 SCHEMAS = Path(__file__).with_name("schemas")
+_FIRST_FREE = 3  # below it a child's own streams would take the lock's place
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,9 @@ def _open_lock(folder: RunFolder, wait_s: float) -> int | None:
     end = time.monotonic() + wait_s
     while True:
         folder.path.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        low = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        handle = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE)
+        os.close(low)
         # Who held the lock may have taken the folder away meanwhile: then we hold the lock of a file that is gone.
         if _take(handle, fcntl.LOCK_EX, end - time.monotonic()) and _is_file(handle, folder.lock):
             return handle

@@ -219,6 +219,9 @@ def _log_tail(job: Job, context: Context) -> list[str]:
 def stop_job(job: Job, grace_s: float, context: Context) -> Answer:
     """End a job: told first, killed after the grace time with all that it started."""
     was_running, killed = job.is_running, False
+    host = job.process["host"]
+    if was_running and host != socket.gethostname():  # its pid is another process's here
+        raise FinetuneError("run_in_use", f"the job works on {host}; stop it there", host=host)
     if was_running:
         (job.path / ".stop").touch()
         job.process_id.send(signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -200,9 +201,9 @@ def known_runs(environ: Mapping[str, str]) -> list[dict[str, Any]]:
         entry = _entry(path)
         if entry is None:
             continue
-        state = RunFolder(Path(entry["run_dir"])).state
-        if state.exists():
-            runs.append(entry | {"changed": state.stat().st_mtime})
+        with contextlib.suppress(OSError):  # gone, or another user's
+            changed = RunFolder(Path(entry["run_dir"])).state.stat().st_mtime
+            runs.append(entry | {"changed": changed})
     return sorted(runs, key=lambda entry: entry["changed"], reverse=True)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.environment import scrub_text, secret_values
+from agent.folder import RunFolder
 from agent.system import Device, Machine, free_disk
 from finetune.config import GrpoConfig, RunConfig
 from finetune.data.arguments import TEMPLATE_NAMES, column_names, template_arguments
@@ -30,6 +31,7 @@ from finetune.model.source import (
 Note = tuple[str, str]  # code of a warning, text
 GIB = 2**30
 _DISK_RESERVE = 1 * GIB
+_KEPT = ("checkpoints", "adapter", "rollouts")  # of a run folder: what the estimate of the disk is made of
 _VERSIONS = 3  # of the weights that lie in shared memory: what is served, what comes next, and one to spare
 _LONGEST_NAME = 255  # bytes, on the file systems that people have
 _HIDDEN = "there is an accelerator here ({signs}), but it is hidden from this process"
@@ -189,8 +191,9 @@ def stored_secrets(settings: Mapping[str, Any], environ: Mapping[str, str]) -> I
 
 
 def check_disk(out: Path, needed: int, found: Findings) -> int:
-    """Check that the checkpoints will fit; return the free bytes."""
+    """Check that the checkpoints will fit; return the free bytes. What a run that goes on has written is there already."""
     free = free_disk(out)
+    needed = max(0, needed - sum(RunFolder(out / name).num_bytes() for name in _KEPT))
     text = f"out: {out} has {free / GIB:.1f} GiB free, the checkpoints take {needed / GIB:.1f} GiB"
     if needed > free:
         found.add(FinetuneError("not_enough_disk", text, needed_bytes=needed, free_bytes=free))

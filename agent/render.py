@@ -21,6 +21,8 @@ from finetune.errors import DONE, FinetuneError
 from finetune.records import jsonable
 
 MOST_CHARACTERS = 8000
+_MOST_OF_A_PAGE = 7000  # the status of a job says some more around the page that is its result
+_MOST_OF_A_COMMAND = 400
 _MOST_SUMMARY = 400
 # C0 but tab and line feed, DEL and C1, lone surrogates, and the marks that reorder text on a screen.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
@@ -106,7 +108,7 @@ def _paged(answer: Answer) -> dict[str, Any]:
     least, most = min(1, len(items)), min(len(items), _LIMITS[0][1])
     while least < most:
         middle = (least + most + 1) // 2
-        if len(text_of(_page(answer, items, middle))) <= MOST_CHARACTERS:
+        if len(text_of(_page(answer, items, middle))) <= _MOST_OF_A_PAGE:
             least = middle
         else:
             most = middle - 1
@@ -136,11 +138,24 @@ def _clean(value: Any, most_text: int, most_items: int, key: str = "") -> Any:
     if isinstance(value, str):
         return value if key == "argv" else clean(value, most_text)
     if isinstance(value, dict):
+        if key == "job" and "argv" in value:
+            value = value | {"argv": _beginning(value["argv"])}
         return {clean(name, 200): _clean(item, most_text, most_items, name) for name, item in value.items()}
     if isinstance(value, list):
         kept = value if key == "argv" else value[:most_items]
         return [_clean(item, most_text, most_items, key) for item in kept]
     return value
+
+
+def _beginning(argv: list[str]) -> list[str]:
+    """Return as much of a job's command as says what it is: prompts in it would take the room of its result."""
+    kept: list[str] = []
+    for argument in argv:
+        room = _MOST_OF_A_COMMAND - sum(map(len, kept))
+        kept.append(clean(argument, max(room, 3)))
+        if room < len(argument):
+            break
+    return kept
 
 
 def for_people(value: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from agent.commands import Call
 from agent.folder import RunFolder
+from agent.handles import find_job
 from agent.monitor import find_run
 from agent.plan import home, read_plan
 from agent.request import absolute, read_settings, where
@@ -29,6 +30,7 @@ _OPTIONS = ("to", "adapter", "prompts", "out")  # of verbs themselves
 _BY_PLAN = ("resume", "evaluate", "generate", "export")  # verbs that work with the settings of a run's plan
 _WEIGHT = re.compile(r":\d+(\.\d+)?$")
 _MOST_ENTRIES = 100_000
+_UNUSABLE = re.compile("[\x00\ud800-\udfff]")  # what no path can hold
 _LIKE_A_PATH = re.compile(r"(/|~|\.{1,2}(/|$)|.*/\.\.(/|$))\S*")
 
 
@@ -58,6 +60,9 @@ class Roots:
 
     def problem(self, name: str, path: str | Path) -> FinetuneError | None:
         """Return why a path may not be touched: it leads out of the roots, something in that folder does, or it is a pipe."""
+        if _UNUSABLE.search(str(path)):
+            text = f"{name}: holds a character that no path can hold"
+            return FinetuneError("bad_path", text, setting=name)
         out = path if not self.hold(path) else next(self._leading_out(path), None)
         if out is None:
             # Reading a pipe or a device may never end.
@@ -71,9 +76,15 @@ class Roots:
         )
 
     def _leading_out(self, folder: str | Path) -> Iterator[str]:
-        """Yield the links in a folder that lead out of the roots; in one that is too full to look through the folder itself."""
-        seen = 0
-        for place, folders, files in os.walk(folder):
+        """Yield the links in a folder that lead out of the roots, also those behind links that stay inside; in a folder
+        that is too full to look through it yields any entry.
+        """
+        seen, known = 0, set()
+        for place, folders, files in os.walk(folder, followlinks=True):
+            if (real := os.path.realpath(place)) in known:  # by a link that leads back
+                folders.clear()
+                continue
+            known.add(real)
             for name in (*folders, *files):
                 path = os.path.join(place, name)
                 seen += 1
@@ -95,8 +106,11 @@ def refuse_outside(call: Call, roots: Roots) -> None:
     if isinstance(plan_id := getattr(options, "plan", None), str):
         name = f"{os.path.basename(plan_id)}.json"
         _check_plan(home(call.context.machine.environ) / "plans" / name, cwd, roots)
-    if (text := getattr(options, "what", None)) is not None and (_is_path(text, cwd)):
-        refuse_paths([("what", absolute(text, cwd))], roots)
+    if (text := getattr(options, "what", None)) is not None:
+        if _is_path(text, cwd):
+            refuse_paths([("what", absolute(text, cwd))], roots)
+        elif "/" not in text:  # perhaps the id of a run
+            _check_run(text, call, roots)
 
 
 def _of_options(call: Call) -> list[tuple[str, str]]:
@@ -123,12 +137,16 @@ def _is_path(text: str, cwd: Path) -> bool:
 
 
 def _check_run(name: str, call: Call, roots: Roots) -> None:
-    """Refuse a run whose folder, or whose plan's paths where the verb follows them, lie outside."""
-    cwd = call.context.cwd
+    """Refuse a run whose folder, or whose plan's paths where the verb follows them, lie outside; a job that began there."""
+    cwd, environ = call.context.cwd, call.context.machine.environ
     if _is_path(name, cwd) or "/" in name:
         refuse_paths([("run", absolute(name, cwd))], roots)
+    if (job := find_job(name, environ)) and not roots.hold(job.request.get("cwd") or "/"):
+        text = f"run: the job {name} was started outside the folders that this server may touch"
+        folders = [str(folder) for folder in roots.folders]
+        raise FinetuneError("path_outside_roots", text, setting="run", roots=folders)
     try:
-        folder = find_run(name, cwd, call.context.machine.environ).path
+        folder = find_run(name, cwd, environ).path
     except FinetuneError:  # a job, or nothing: the verb says which
         return
     refuse_paths([("run", str(folder))], roots)

@@ -288,14 +288,14 @@ class Start:
             display.close()
 
     def _begun(self) -> dict[str, Any]:
-        """Return the state from which the run goes on, written where it is new or nobody waits for us."""
+        """Return the state from which the run goes on, written where it is new, was lost, or nobody waits for us."""
         host, plan_id = self.context.machine.host, self.plan["plan_id"]
         state = read_document(self.folder.state, "state")
         if state is None or not self.folder.plan.exists():
             is_same = state is not None and state["plan_id"] == plan_id
             run_id = state["run_id"] if is_same and state is not None else self.run_id
             state = first_state(run_id, plan_id, host)
-        elif not self.is_detached:
+        elif not self.is_detached and state["state"] not in UNFINISHED:
             return state
         else:
             state = moved(state, "lost") if state["state"] in UNFINISHED else state
@@ -319,8 +319,6 @@ class Start:
             remember_run(state["run_id"], self.folder.path, self.context.machine.environ)
         if state["state"] == "planned":
             state = moved(state, "queued")
-        elif state["state"] in UNFINISHED and not self.is_detached:
-            state = moved(state, "lost")
         write_document(self.folder.state, "state", state)
         return state, manifest
 

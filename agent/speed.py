@@ -177,14 +177,18 @@ def _changed(path: Path) -> float:
 
 def _measured(manifest: Mapping[str, Any], folder: Path) -> EarlierRun | None:
     """Return the speed of a run by its metrics; None where it made too few steps to tell."""
-    lines = [line for line in _steps(folder / "metrics.jsonl") if line.get("num_tokens") is not None]
+    read = _steps(folder / "metrics.jsonl")
+    lines = [line for line in read if line.get("num_tokens") is not None]
     seconds = [float(line["step_s"]) + float(line.get("wait_s") or 0.0) for line in lines]
     tokens = math.fsum(line["num_tokens"] for line in lines[_FIRST:])
     batch = (manifest["settings"].get("global_batch_size") or {}).get("value")
     if len(lines) < _FEWEST_STEPS or not tokens or not batch:
         return None
     taken = math.fsum(seconds[_FIRST:])
-    besides = max(0.0, float(manifest["duration_s"] or 0.0) - math.fsum(seconds))
+    # Of a long run the first steps were read; the others took as long as these.
+    steps = max(len(read), (manifest.get("result") or {}).get("steps") or 0)
+    unread_s = (steps - len(read)) * taken / (len(lines) - _FIRST)
+    besides = max(0.0, float(manifest["duration_s"] or 0.0) - math.fsum(seconds) - unread_s)
     rows = batch * (len(lines) - _FIRST)
     data = tuple(str(file["sha256"]) for file in manifest["data"].get("files", []))
     return EarlierRun(manifest["run_id"], len(lines), taken / tokens, tokens / rows, besides, data)

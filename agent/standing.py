@@ -51,6 +51,9 @@ def standing(
     if state is None:
         return None
     state = judged(state, folder, host, is_ours)
+    if state["state"] in UNFINISHED and not is_alive(state, host):  # who is at work has not said so yet
+        await_state(folder, host)
+        state = judged(read_document(folder.state, "state") or state, folder, host, is_ours)
     if state["state"] in UNFINISHED:
         if state["plan_id"] != plan["plan_id"]:
             raise in_use(folder)

@@ -248,7 +248,7 @@ def argv_of(tool: Tool, given: Mapping[str, Any]) -> list[str]:
         elif action.nargs == 0:
             flags += [action.option_strings[0]] if values[0] else []
         else:
-            flags += [f"{action.option_strings[0]}={value}" for value in values]
+            flags += [f"{action.option_strings[0]}={_written(value)}" for value in values]
     flags += [f"--{name}={given[name]}" for name in ("method", "config") if name in given]
     for name, value in given.get("settings", {}).items():
         flags += _flags_of(name, value)
@@ -269,8 +269,13 @@ def _flags_of(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag.removeprefix('--')}"]
     if isinstance(value, list):
-        return [f"{flag}={item}" for item in value]
-    return [f"{flag}={'none' if value is None else value}"]
+        return [f"{flag}={_written(item)}" for item in value]
+    return [f"{flag}={'none' if value is None else _written(value)}"]
+
+
+def _written(value: Any) -> Any:
+    """Return a value as a flag takes it: 4.0, which is an integer for a JSON Schema, as 4."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def exit_code(answer: Mapping[str, Any]) -> int:

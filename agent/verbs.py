@@ -21,7 +21,7 @@ from agent.standing import finished_answer, handle, our_command, stored_errors
 from agent.states import UNFINISHED
 from agent.system import free_disk
 from agent.verifying import first_function
-from finetune.errors import FinetuneError
+from finetune.errors import STOPPED, FinetuneError
 from finetune.records import read_lines, to_json, write_atomically
 
 _PAGE = 50
@@ -42,7 +42,9 @@ def status(name: str, wait_s: float, since: int | None, context: Context) -> Ans
         state = monitor.read_state(folder, context.machine.host)
     answer = _standing(folder, state)
     figures = monitor.progress(folder)
-    answer.data |= figures | {
+    known = {"num_steps": state["num_steps"]} if state["num_steps"] else {}  # also before the first step
+    answer.data |= figures | known
+    answer.data |= {
         "operation": state["operation"],
         "checkpoint": state["checkpoint"],
         "ranks": monitor.heartbeats(folder),
@@ -88,8 +90,12 @@ def _standing(folder: RunFolder, state: dict[str, Any]) -> Answer:
     """Return the answer about a run in any state; its own error is a fact in data, the look at it has succeeded."""
     manifest = read_document(folder.manifest, "run")
     errors = stored_errors(state)
-    if state["state"] in UNFINISHED or state["state"] == "lost" or manifest is None or errors:
+    # What the manifest tells of another end is of an attempt before this one, which was stopped in its checks.
+    is_told = manifest is not None and manifest["status"] == state["state"]
+    if state["state"] in UNFINISHED or state["state"] == "lost" or manifest is None or errors or not is_told:
         answer = handle(folder, state)
+        if state["state"] in ("stopped", "preempted"):
+            answer.data |= {"exit_code": STOPPED, "error": None}
         if state["state"] not in UNFINISHED:
             resume = [("go on", our_command("resume", str(folder.path)))]
             answer.next_actions = resume if folder.plan.exists() else []

@@ -30,7 +30,7 @@ MEANINGS = {
     3: "input or preflight: data, model, template or profile cannot be used as they are",
     4: "environment: no device, driver or package",
     5: "access: a gated model, a token, no network",
-    6: "needs confirmation, or over budget",
+    6: "needs confirmation: it costs more than was agreed to",
     7: "conflict: the folder belongs to another plan, or is in use",
     8: "training failed, or nothing was learned (then there is no adapter/)",
     9: "a bounded wait ended and the run goes on",

@@ -91,7 +91,7 @@ def _padded(bundles: list[Bundle], budget: Budget) -> list[list[Bundle]]:
     groups: list[list[Bundle]] = []
     for bundle in bundles:
         group = groups[-1] if groups else []
-        fits = group and group[0].num_tokens * (len(group) + 1) <= budget.tokens
+        fits = group and _width(group) * (len(group) + 1) <= budget.tokens
         rows = sum(len(one.rows) for one in group) + len(bundle.rows)
         if fits and (budget.rows is None or rows <= budget.rows):
             group.append(bundle)
@@ -100,9 +100,13 @@ def _padded(bundles: list[Bundle], budget: Budget) -> list[list[Bundle]]:
     return groups
 
 
+def _width(bundles: Sequence[Bundle]) -> int:
+    return math.ceil(max(bundle.num_tokens for bundle in bundles) / WIDTHS) * WIDTHS
+
+
 def collate_bundles(bundles: Sequence[Bundle], examples: Sequence[Example], scale: float) -> Batch:
     """Return the tensors of a microbatch; attend_BTT is True where a position (second) sees another (third)."""
-    width = math.ceil(max(bundle.num_tokens for bundle in bundles) / WIDTHS) * WIDTHS
+    width = _width(bundles)
     inputs, positions, masks = [], [], []
     selected: list[int] = []
     targets: list[int] = []

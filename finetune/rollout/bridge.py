@@ -25,7 +25,7 @@ from finetune.data.chat import ChatFormat
 from finetune.data.conversation import Message
 from finetune.errors import FinetuneError
 from finetune.rollout.calls import REFUSED, CallLimits, CallRecord, ModelCall, Purpose, RolloutCalls, call_id
-from finetune.rollout.endpoint import ClientLeft, Endpoint, HttpRequest, Reply
+from finetune.rollout.endpoint import MOST_CONNECTIONS, ClientLeft, Endpoint, HttpRequest, Reply
 from finetune.rollout.engine import Completion, Engine, Fault
 from finetune.rollout.sampling_pool import SamplingPool
 from finetune.rollout.toolcalls import parse_tool_calls
@@ -143,7 +143,9 @@ class Bridge:
         session = Session(rollout_id, token, socket, calls, max_calls=max_calls)
         session.helper_prompts = tuple(re.compile(pattern) for pattern in helper_prompts)
         session.direct_url = f"http://127.0.0.1:{self._port}/v1" if self._port else None
-        session.endpoint = Endpoint(lambda request, reply: self._handle(session, request, reply))
+        session.endpoint = Endpoint(
+            lambda request, reply: self._handle(session, request, reply), MOST_CONNECTIONS
+        )
         self._sessions[token] = session
         self._run(session.endpoint.listen_at(socket))
         return session

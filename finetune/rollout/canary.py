@@ -56,6 +56,16 @@ class Expected:
             self._old[factor] = self.flat(self.canary.previous(factor))
         return new, self._old[factor]
 
+    def take_old(self, logps: list[float]) -> None:
+        """Take what the trainer said of the version before, when that was new, for what it would say now."""
+        self._old.setdefault(1.0, logps)
+
+    def close(self) -> None:
+        """Ask the trainer nothing more, which goes on to other weights: what it has not said is NaN, which proves nothing."""
+        sequences = self.canary.sequences
+        untold = [[math.nan] * (len(ids) - 1) for ids in sequences]
+        self.canary = Canary(sequences, lambda _: untold, lambda _: untold)
+
     def flat(self, scores: Scores) -> list[float]:
         assert [len(row) + 1 for row in scores] == [len(ids) for ids in self.canary.sequences]
         return [value for row in scores for value in row]

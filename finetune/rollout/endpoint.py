@@ -18,6 +18,7 @@ from typing import Any
 import h11
 
 MAX_BODY = 32 << 20
+MOST_CONNECTIONS = 256  # at once on the socket of a rollout: each costs this process a descriptor
 _CHUNK = 1 << 16
 
 
@@ -81,8 +82,8 @@ Handler = Callable[[HttpRequest, Reply], Awaitable[None]]
 class Endpoint:
     """One listening socket; `handle` answers its requests and may raise ClientLeft."""
 
-    def __init__(self, handle: Handler) -> None:
-        self._handle = handle
+    def __init__(self, handle: Handler, most_connections: int | None = None) -> None:
+        self._handle, self._most_connections = handle, most_connections
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[Any]] = set()
 
@@ -105,6 +106,9 @@ class Endpoint:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._most_connections is not None and len(self._connections) >= self._most_connections:
+            writer.close()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)

@@ -103,7 +103,8 @@ class Prover:
                 raise Unproved(f"{off}: it serves another model")
             return Proof("base", answer, None, max(noise, self.noise or 0.0), acknowledged)
         assert self.noise is not None, "the base was proved first"
-        is_same_answer = answer == self._answer_before(served, server, previous)
+        before = self._answer_before(served, server, previous)
+        is_same_answer = answer == before
         is_merged = has_digests and served.name == BASE_VERSION
         if is_merged and to_new <= WITHIN * self.noise and not is_same_answer:
             return Proof(
@@ -112,27 +113,44 @@ class Prover:
         old = self._old(served, previous)
         offset = margin(answer, new, old)
         if is_same_answer and must_differ(new, old):
-            raise Unproved("it answers exactly as the version before")
+            if not is_merged:
+                raise Unproved("it answers exactly as the version before")
+            self.acknowledged(served, server)  # rounding may leave the served weights alone: all of them tell
         # Digests see what lies in the kernels; that this very name leads there, log-probs alone can tell. Both are asked:
         # an adapter of which a part is missing may still lie much nearer to its version than to the one before.
         if has_digests and served.name != BASE_VERSION:
             self._check_adapter(served, server)
-        is_telling = distance(new, old) >= POWER * self.noise
+        usual = self._noise_here(served, previous, answer, before)
+        is_telling = distance(new, old) >= POWER * usual
         if is_telling and offset.proves and served.name != BASE_VERSION:
             return Proof("direct", answer, offset, noise, acknowledged)
         if not has_digests:
             return self._proved_by_logprobs(served, server, answer, offset, acknowledged)
-        is_off = not offset.to_new <= WITHIN * self.noise  # NaN is off
+        is_off = not offset.to_new <= WITHIN * usual  # NaN is off
         if not offset.to_new <= offset.to_old and (is_telling or is_off):
             raise Unproved(f"its weights are ours, and its log-probs are not: {_words(offset)}")
         return Proof("digest", answer, offset, noise, acknowledged)
 
     def _old(self, served: Served, previous: Served | None) -> list[float]:
         """Return what the trainer says under the version before; for the same canary it said so when that was new."""
-        if previous is None or previous is served:
-            return served.expected.at(1.0)[1]
-        is_same_canary = previous.expected.canary.sequences == served.expected.canary.sequences
-        return previous.expected.new(1.0) if is_same_canary else served.expected.at(1.0)[1]
+        if previous is not None and previous is not served and _is_same_canary(previous, served):
+            served.expected.take_old(previous.expected.new(1.0))
+        return served.expected.at(1.0)[1]
+
+    def _noise_here(
+        self, served: Served, previous: Served | None, answer: list[float], before: list[float] | None
+    ) -> float:
+        """Return the noise to expect on this canary: on other tokens than before it may be many times what it was.
+
+        Where the version before cannot be asked about them (merged), any noise within one model is believed, once.
+        """
+        assert self.noise is not None, "the base was proved first"
+        if previous is None or _is_same_canary(previous, served):
+            return self.noise
+        new, old = served.expected.at(1.0)
+        if before is not None:
+            return max(self.noise, distance(before, old))
+        return max(self.noise, distance(answer, new)) if is_same_model(answer, new) else self.noise
 
     def _check_adapter(self, served: Served, server: int) -> None:
         found = self.engines.call_workers(server, "finetune_adapter_digests", rank=served.files.rank)[0]
@@ -145,7 +163,7 @@ class Prover:
         """Return what an engine says to the present canary under the version before; None where that cannot be told."""
         if previous is None or previous is served:
             return None
-        if previous.expected.canary.sequences == served.expected.canary.sequences:
+        if _is_same_canary(previous, served):
             return previous.answers.get(server)
         return None if self.mode == "merged" else self._answer(served, server, previous.name)
 
@@ -224,6 +242,10 @@ class Prover:
 
     def can_digest(self, server: int) -> bool:
         return self.modules_of(server) is not None
+
+
+def _is_same_canary(one: Served, other: Served) -> bool:
+    return one.expected.canary.sequences == other.expected.canary.sequences
 
 
 def _words(found: Margin) -> str:

@@ -106,6 +106,8 @@ class Syncer:
                     self._stamp(served, server)
                     break
                 except (Unproved, FinetuneError) as error:
+                    if isinstance(error, FinetuneError) and error.code not in _ENGINE_CODES:
+                        raise
                     reasons.append(_reason(server, error))
                     self._withdraw_from(served, server)
             else:
@@ -180,6 +182,7 @@ class Syncer:
             self._stamp(served, server)
         self.engines.activate(served.files.version.name, served.name)
         served.answers = {server: proof.answer for server, proof in enumerate(proofs)}
+        served.expected.close()  # an engine may have to be proved again while the trainer is at work
         self._prover.noise = max(proof.noise for proof in proofs)
         self._served.append(served)
         kept = self.keep if self.mode == "adapter" else 0

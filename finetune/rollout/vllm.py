@@ -10,7 +10,7 @@ import concurrent.futures
 import copy
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,7 +29,7 @@ from finetune.rollout.answers import (
 from finetune.rollout.control import GENERATE, Control, is_loopback
 from finetune.rollout.engine import BASE_VERSION, Call, Completion, Fault, Sampling
 from finetune.rollout.server import ManagedServer
-from finetune.rollout.slots import Slots
+from finetune.rollout.slots import ServerState, Slots
 
 RETRIES = 2  # of a completion that is missing or cannot be trained on
 RESTARTS = 2  # of one server without an answer in between
@@ -43,42 +43,6 @@ class _Unanswered:
 
     text: str
     is_late: bool = False
-
-
-@dataclass
-class _Server:
-    """One server as the engine sees it. starts: counts restarts, so that many lost requests cause one.
-
-    is_open: cleared while it is restarted and has not its weights again; completions wait for it.
-    """
-
-    index: int
-    managed: ManagedServer | None
-    control: Control
-    slots: Slots
-    starts: int = 0
-    restarts_in_a_row: int = 0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    is_open: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def enter(self, count: int) -> None:
-        """Take room for completions, of a server that has its weights."""
-        while True:
-            await self.is_open.wait()
-            await self.slots.take(count)
-            if self.is_open.is_set():
-                return
-            self.slots.give(count)
-
-    @property
-    def scores_alone(self) -> bool:
-        """Whether a scoring request must be the server's only request.
-
-        vLLM's CPU backend with adapters enabled dies of prompt log-probs in a batch of several requests (0.32: the head's
-        adapter indices are those of the sampled tokens). Of a running server we do not know whether it is such a one.
-        """
-        settings = self.managed.settings if self.managed else None
-        return settings is None or (settings.lora_rank is not None and not settings.devices)
 
 
 class VllmEngine:
@@ -111,13 +75,13 @@ class VllmEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm requests", daemon=True)
         self._thread.start()
-        self._servers: list[_Server] = []
+        self._servers: list[ServerState] = []
         try:
             for index, server in enumerate(servers):
                 managed = None if isinstance(server, str) else server
                 url = server if isinstance(server, str) else server.url or ""
                 control = Control(url, timeout_s)
-                self._servers.append(_Server(index, managed, control, Slots(concurrency)))
+                self._servers.append(ServerState(index, managed, control, Slots(concurrency)))
                 self._servers[-1].is_open.set()
                 control.connect()
                 if managed is None:
@@ -183,7 +147,9 @@ class VllmEngine:
             for task in tasks:
                 task.cancel()
 
-    async def _outcomes(self, server: _Server, call: Call, expected: Expected) -> list[Completion | Fault]:
+    async def _outcomes(
+        self, server: ServerState, call: Call, expected: Expected
+    ) -> list[Completion | Fault]:
         """Return `count` outcomes of one call: in as many requests as the server's room makes necessary."""
         if expected.sampling.temperature == 0:  # all alike, and more than one at once is refused
             (outcome,) = await self._part(server, replace(call, count=1), expected)
@@ -191,7 +157,7 @@ class VllmEngine:
         parts = [self._part(server, part, expected) for part in _parts(call, server.slots.size)]
         return [outcome for part in await asyncio.gather(*parts) for outcome in part]
 
-    async def _part(self, server: _Server, call: Call, expected: Expected) -> list[Completion | Fault]:
+    async def _part(self, server: ServerState, call: Call, expected: Expected) -> list[Completion | Fault]:
         """Ask for the completions of a call; those that are missing or unfit are asked for again, each alone."""
         found = await self._ask(server, call, expected)
         for tried in range(RETRIES + 1):
@@ -204,7 +170,9 @@ class VllmEngine:
                 found[index] = outcome
         return [Fault("protocol", outcome) if isinstance(outcome, str) else outcome for outcome in found]
 
-    async def _ask(self, server: _Server, call: Call, expected: Expected) -> list[Completion | Fault | str]:
+    async def _ask(
+        self, server: ServerState, call: Call, expected: Expected
+    ) -> list[Completion | Fault | str]:
         for is_last in (False, True):
             # Room is held for the request alone, not while a server is restarted: it scores before it samples again.
             await server.enter(call.count)
@@ -242,7 +210,7 @@ class VllmEngine:
         except ValueError:
             return f"an answer that is no JSON: {response.text[:100]!r}"
 
-    async def _recover(self, server: _Server, starts: int, problem: _Unanswered) -> bool:
+    async def _recover(self, server: ServerState, starts: int, problem: _Unanswered) -> bool:
         """Whether the request may be sent again: the server is well, or was restarted and has its weights again."""
         async with server.lock:
             if server.starts != starts:
@@ -260,7 +228,17 @@ class VllmEngine:
                 server.is_open.set()
             return True
 
-    def _restart(self, server: _Server) -> None:
+    def revive(self) -> bool:
+        """Restart each server of ours that does not answer, with the weights that were active; return whether there was one.
+
+        Completions do so by themselves; whoever delivers weights asks for it. Raises what a restart or on_restart raises.
+        """
+        before = [server.starts for server in self._servers]
+        for server in self._servers:
+            self._run(self._recover(server, server.starts, _Unanswered("before a delivery")))
+        return before != [server.starts for server in self._servers]
+
+    def _restart(self, server: ServerState) -> None:
         assert server.managed is not None
         server.managed.restart()
         server.control.url = server.managed.url or ""
@@ -298,7 +276,7 @@ class VllmEngine:
         return self._run(self._score(self._servers[server], sequences, model))
 
     async def _score(
-        self, server: _Server, sequences: Sequence[Sequence[int]], model: str
+        self, server: ServerState, sequences: Sequence[Sequence[int]], model: str
     ) -> list[list[float]]:
         # Without the recovery of completions: this is also how a restarted server proves its weights.
         name = server.control.base if model == BASE_VERSION else model

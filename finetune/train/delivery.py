@@ -6,7 +6,7 @@ Every rank calls `Delivery.current` and `Delivery.deliver`, which gather; the pr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,14 +15,16 @@ from torch import Tensor
 
 from finetune.config import GrpoConfig
 from finetune.data.batches import Budget, rank_batches
+from finetune.errors import FinetuneError
 from finetune.model.policy import Policy, adapter_files, build_policy, copy_tensors
 from finetune.parallel.shard import measured_kind
 from finetune.records import Example
 from finetune.rollout.canary import Canary
 from finetune.rollout.engine import BASE_VERSION, Engine
 from finetune.rollout.local import LocalEngine
-from finetune.rollout.sync import Syncer
+from finetune.rollout.sync import Syncer, SyncReport
 from finetune.rollout.versions import Version, adapter_version, base_version, whole_version
+from finetune.rollout.vllm import VllmEngine
 from finetune.rules import forward_tokens
 from finetune.train.step import Training, full_weights
 
@@ -102,18 +104,19 @@ class LocalDelivery:
 class FleetDelivery:
     """vLLM servers: each version goes to all of them through the syncer, the base first."""
 
-    def __init__(self, training: Training, engine: Engine, syncer: Syncer) -> None:
+    def __init__(self, training: Training, engine: VllmEngine, syncer: Syncer) -> None:
         self.training = training
-        self.engine = engine
+        self.engine: Engine = engine
+        self._revive = engine.revive
         self._syncer = syncer
         self._met_base = False
 
     def deliver(self, version: PolicyVersion, canary: Canary) -> dict[str, Any]:
         if not self._met_base and version.name != BASE_VERSION:
             bare = Canary(canary.sequences, lambda _: canary.previous(0.0), lambda _: canary.previous(0.0))
-            self._syncer.deliver(base_version(), bare)
+            self._delivered(base_version, bare)
         self._met_base = True
-        report = self._syncer.deliver(self._served(version), canary)
+        report = self._delivered(lambda: self._served(version), canary)
         margin = report.margin
         return {
             "sync_method": report.method,
@@ -125,6 +128,16 @@ class FleetDelivery:
             "sync_margin": None if margin is None else {**vars(margin), "ratio": margin.ratio},
             "sync_acknowledged": list(report.acknowledged),
         }
+
+    def _delivered(self, version: Callable[[], Version], canary: Canary) -> SyncReport:
+        """Deliver a version, once more where a server had died meanwhile: it is started again first."""
+        self._revive()
+        try:
+            return self._syncer.deliver(version(), canary)
+        except FinetuneError as error:
+            if error.code != "sync_unproved" or not self._revive():
+                raise
+        return self._syncer.deliver(version(), canary)
 
     def _served(self, version: PolicyVersion) -> Version:
         training = self.training

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,7 +63,7 @@ class LiveSource:
         first = [list(example.input_ids) for example in prepared.train[: self._canary_size[0]]]
         self._canary = canary_sequences(first, *self._canary_size)
         self._is_first_canary = True
-        self._delivered: str | None = None  # digest
+        self._delivered = ("", "")  # digest, and the name that the engines know it by
         self._report: dict[str, Any] = {}
         self._pool = ThreadPoolExecutor(
             max_workers=max(1, config.max_staleness), thread_name_prefix="sampling"
@@ -80,7 +81,7 @@ class LiveSource:
         self._digests |= {first: digest or version.digest for first, digest in known.items()}
         missing = [first for first, digest in known.items() if digest is None]
         if missing:
-            self._deliver(version)
+            version = self._deliver(version)
             for first in missing:
                 self._start(first, version)
         found = self._await(step)
@@ -123,18 +124,23 @@ class LiveSource:
             return None
         return batch.digest
 
-    def _deliver(self, version: PolicyVersion) -> None:
-        """Hand the version to the engine once; sampling that is under way keeps the version it began with."""
-        if self._delivered == version.digest:
-            return
+    def _deliver(self, version: PolicyVersion) -> PolicyVersion:
+        """Hand the version to the engine once; sampling that is under way keeps the version it began with.
+
+        Return it by the name that the engine knows: a step may leave all weights as they were.
+        """
+        digest, name = self._delivered
+        if digest == version.digest:
+            return replace(version, name=name)
         self.training.journal.heartbeat(f"delivering version {version.number}")
         if self.deliverer is not None:
             for future in self._running.values():
                 future.result()  # weights are replaced in place, or the engine is this process
         report = deliver_together(self._scorer, self.deliverer, version, self._canary)
-        self._delivered = version.digest
+        self._delivered = (version.digest, version.name)
         self._report = report
         self.training.journal.event("sync", version=version.number, name=version.name, **report)
+        return version
 
     def _start(self, first: int, version: PolicyVersion) -> None:
         if self.maker is None:
@@ -165,7 +171,7 @@ class LiveSource:
         version = current_version(self.training)
         is_missing = self.files.read(step, version.digest, "eval") is None
         if self.training.world.broadcast(is_missing):
-            self._deliver(version)
+            version = self._deliver(version)
             if self.maker is not None:
                 self.training.beat("answering held-out rows")
                 rollouts = answered(self.maker, self.prepared, self.config, version.name)
@@ -179,6 +185,8 @@ class LiveSource:
         return measured(self.files.wait(step, version.digest, beat, "eval").rollouts)
 
     def close(self) -> None:
+        # A batch that is being sampled ahead would hold up our end, and its heartbeats would hide that we are done.
+        self.training.is_over = not all(future.done() for future in self._running.values())
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

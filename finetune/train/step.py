@@ -96,6 +96,7 @@ class Training:
     is_first_step: bool = True
     watch: Stopwatch = field(default_factory=Stopwatch)
     last_beat: tuple[str, float] = ("", 0.0)  # what was being done, and when
+    is_over: bool = False  # what still goes on in another thread is to end
 
     @property
     def config(self) -> RunConfig:
@@ -106,7 +107,10 @@ class Training:
 
         Raises FinetuneError(stopped) where this rank was told to stop and the checkpoints hold all there is: before the
         first step of this attempt, and after the last step of all. The process that started the ranks ends the others.
+        Also where the training has ended without its caller.
         """
+        if self.is_over:
+            raise FinetuneError("stopped", f"the training ended while {operation}")
         now = time.monotonic()
         if self.last_beat[0] != operation or now - self.last_beat[1] >= BEAT_EVERY_S:
             self.last_beat = (operation, now)

@@ -9,7 +9,7 @@ They load no model, so they show nothing about training: what a step does, what 
 together. The tests of the real children are in test_end_to_end.py. FINETUNE_STANDIN says how the training child behaves:
 NAME or NAME:VALUE, comma-separated: steps, pause, fail, crash, print, die, deaf; tokens sampled and bytes written in a
 step; checks: seconds that the full checks take, refuse: they fail; dead-supervisor: it ends at once; free-disk,
-free-memory: what the watcher sees, limit-grace: how long it waits for a save.
+free-memory: what the watcher sees, limit-grace: how long it waits for a save; refuse-with: the text of a rank's error.
 """
 
 import json
@@ -66,6 +66,11 @@ def train(run_dir: Path) -> int:
                 None,
                 {"code": how["fail"], "message": "told to", "evidence": {}, "rank": 0, "traceback": None},
             )
+        if "refuse-with" in how:
+            error = {"code": "training_failed", "message": how["refuse-with"], "evidence": {}, "rank": 0}
+            error["traceback"] = f"RuntimeError: {how['refuse-with']}"
+            write_atomically(run_dir / "heartbeat" / "rank0.error.json", json.dumps(error))
+            return finish(run_dir, None, error)
         if "crash" in how and step == 2:
             raise RuntimeError(how["crash"] or "a failure that nobody knows")
         if "die" in how and step == 2:

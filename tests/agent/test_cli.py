@@ -21,7 +21,7 @@ from agent.system import Device, read_machine
 from agent.verifying import NAMES
 from finetune.domains.answers import BUILTINS
 from finetune.errors import EXIT_CODES
-from tests.agent.calls import GRPO, TINY, checked
+from tests.agent.calls import GRPO, TINY, Standin, checked
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = [sys.executable, str(ROOT / "scripts" / "run_finetune_local.py")]
@@ -285,3 +285,32 @@ def test_usual_names_of_other_programs_are_understood_as_suggestions(command: An
     answer, exit_code = command("plan", *TINY, "--data", str(rows), "--lr", "1")
     assert exit_code == 2
     assert "learning" in json.dumps(answer["errors"])
+
+
+def test_a_flag_of_the_other_kind_of_evaluation_is_refused(
+    command: Any, tmp_path: Path, flags: list[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text("eval_rows: 3\n")
+    idle = {
+        "adapter": [str(tmp_path), "--adapter", "a"],
+        "config": [str(tmp_path), "--config", str(tmp_path / "c.yaml")],
+        "checkpoint": [*flags, "--checkpoint", "4"],
+        "base": [*flags, "--base"],
+    }
+    for name, argv in idle.items():
+        for more in ([], ["--detach"]):
+            answer, code = command("evaluate", *argv, *more)
+            found = [(error["code"], error["evidence"]["setting"]) for error in answer["errors"]]
+            assert (code, found) == (2, [("setting_without_effect", name)]), answer["summary"]
+
+
+def test_settings_beside_a_run_are_those_of_its_method(
+    command: Any, standin: Standin, rows: Path, tmp_path: Path
+) -> None:
+    argv = ["run", *GRPO, "--data", str(rows), "--engine", "local", "--verifier", "exact"]
+    assert standin(*argv, "--out", str(tmp_path / "g"), how="steps:1")[1] == 0
+    for flags in (["--verifier", "nothing"], ["--method", "grpo", "--verifier", "nothing"]):
+        answer, code = command("evaluate", str(tmp_path / "g"), *flags)
+        assert (code, answer["errors"][0]["code"]) == (2, "bad_value"), answer["summary"]
+    answer, code = command("evaluate", str(tmp_path / "g"), "--verfier", "exact")
+    assert (code, answer["errors"][0]["code"]) == (2, "unknown_setting")

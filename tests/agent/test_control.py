@@ -114,6 +114,24 @@ def test_a_run_of_verified_weights_is_resumed_as_one(
     assert standin("run", *flags)[1] == 7  # a digest of headers is another digest
 
 
+def test_a_run_that_is_resumed_in_the_foreground_is_stopped_with_a_save_whatever_ended_it(
+    standin: Standin, flags: list[str], folder: RunFolder
+) -> None:
+    assert standin("run", *flags, how="fail:non_finite")[1] == 8
+    for _ in range(2):
+        process = standin.start("run", *flags, how="checks:4," + SLOW)
+        assert wait_until(lambda: standin("status", str(folder.path))[0]["status"] == "starting", 20)
+        stopped, code = standin("stop", str(folder.path), "--grace", "30")
+        assert (code, stopped["status"], stopped["data"]["killed"]) == (0, "stopped", False)
+        assert standin.finish(process)[1] == 10
+        # The second time after a kill: what stands there is the state of a run that has gone.
+        process = standin.start("run", *flags, how=SLOW)
+        wait_for_step(folder, 1)
+        assert wait_until(lambda: document(folder.state, "state")["state"] == "running", 20)
+        process.kill()
+        process.wait()
+
+
 def test_an_interrupt_during_the_checks_leaves_nothing(
     standin: Standin, flags: list[str], folder: RunFolder
 ) -> None:

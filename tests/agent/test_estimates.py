@@ -72,6 +72,15 @@ def test_an_earlier_run_on_the_same_rows_tells_the_time(
     assert costs["generated_tokens"] is None
 
 
+def test_of_a_long_earlier_run_the_unread_steps_count_as_steps(
+    planned: Maker, remembering: Machine, tmp_path: Path
+) -> None:
+    # 16 s of steps were read, 1,000 more took 2 s each: of 2,030 s in all 14 s went into the rest.
+    earlier(tmp_path / "home", "sft-1", duration_s=2030.0, result={"steps": 1004})
+    costs = planned(remembering)[0]["estimates"]
+    assert costs["seconds"] == pytest.approx(costs["tokens"] * 0.005 + 14, abs=0.1)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

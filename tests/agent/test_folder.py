@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,27 @@ def test_a_lock_is_held_once_and_seen_by_readers(tmp_path: Path) -> None:
         with locked(folder, wait_s=0.1) as second:
             assert second is None
     assert not is_locked(folder)
+
+
+def test_a_caller_without_stdin_hands_the_lock_on_too(tmp_path: Path) -> None:
+    code = f"""
+import subprocess, sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from pathlib import Path
+from agent.folder import RunFolder, locked
+with locked(RunFolder(Path({str(tmp_path)!r}))) as lock:
+    child = subprocess.Popen(["sleep", "60"], stdin=-3, stdout=-3, stderr=-3, pass_fds=[lock])
+sys.stderr.write(str(child.pid))
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" "$1" <&- >/dev/null', sys.executable, str(script)],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert is_locked(RunFolder(tmp_path))
+    os.kill(int(done.stderr), signal.SIGKILL)
 
 
 def test_the_lock_of_a_folder_that_was_taken_away_counts_for_nothing(tmp_path: Path) -> None:

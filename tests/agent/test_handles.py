@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,21 @@ def test_a_killed_job_leaves_nothing_and_is_told(standin: Standin, flags: list[s
     assert (code, told["status"]) == (0, "stopped" if grace == "0" else "failed")
     assert told["data"]["errors"][0]["code"] == ("stopped" if grace == "0" else "job_died")
     assert told["next_actions"][0]["argv"][-1] == "--detach"
+
+
+def test_a_job_on_another_machine_is_not_stopped_from_here(standin: Standin, flags: list[str]) -> None:
+    answer, _ = standin("prepare", *flags, "--detach", how="checks:60")
+    state = job_folder(standin, answer) / "state.json"
+    here = state.read_text()
+    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    away = json.loads(here) | {"host": "elsewhere", "pid": bystander.pid, "boot_id": "another"}
+    state.write_text(json.dumps(away))
+    told, code = standin("stop", answer["data"]["job_id"], "--grace", "0")
+    assert (code, told["errors"][0]["code"], bystander.poll()) == (7, "run_in_use", None)
+    bystander.kill()
+    bystander.wait()
+    state.write_text(here)
+    assert standin("stop", answer["data"]["job_id"])[1] == 0
 
 
 def test_a_job_survives_the_process_group_of_its_caller(standin: Standin, flags: list[str]) -> None:

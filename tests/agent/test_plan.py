@@ -220,13 +220,22 @@ def test_a_setting_without_effect_at_one_rank_is_a_warning(planned: Maker) -> No
     assert [code for code, _ in found.warnings if code == "idle_setting"] == ["idle_setting"]
 
 
-def test_the_disk_must_hold_the_checkpoints(planned: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_must_hold_the_checkpoints(
+    planned: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Two kept, the best and one on its way: weight and two moments in fp32; the final weights; the logs.
     needed = 4 * 12 * 155_648 + 4 * 155_648 + 5_000_000
     monkeypatch.setattr("agent.preflight.free_disk", lambda path: needed - 1)
     assert codes(planned()[1]) == ["not_enough_disk"]
     monkeypatch.setattr("agent.preflight.free_disk", lambda path: needed)
     assert "low_disk" in [code for code, _ in planned()[1].warnings]
+    # What a run that goes on has written is there already.
+    monkeypatch.setattr("agent.preflight.free_disk", lambda path: needed - 1000)
+    (tmp_path / "o" / "checkpoints" / "step-1").mkdir(parents=True)
+    (tmp_path / "o" / "checkpoints" / "step-1" / "optimizer").write_bytes(bytes(999))
+    assert codes(planned()[1]) == ["not_enough_disk"]
+    (tmp_path / "o" / "checkpoints" / "step-1" / "optimizer").write_bytes(bytes(1000))
+    assert not planned()[1].problems
 
 
 def test_a_place_that_cannot_be_written_is_refused(planned: Maker, rows: Path) -> None:

@@ -104,3 +104,16 @@ def test_people_read_cause_fix_and_what_to_do_next() -> None:
         "next: look: finetune logs 'a b'",
     ):
         assert part in text
+
+
+def test_a_page_and_a_long_command_fit_into_the_status_of_a_job() -> None:
+    items = [f"{n} " + "x" * 300 for n in range(60)]
+    inner = document(Answer("generate", data={"completions": items}, pages="completions", total=60))
+    argv = ["generate", "run", *(f"--prompt={n} " + "y" * 400 for n in range(60))]
+    outer = document(Answer("status", data={"job": {"argv": argv}, "result": inner["data"]}))
+    assert outer["data"]["result"] == inner["data"]
+    assert outer["data"]["job"]["argv"][:2] == argv[:2]
+    assert sum(map(len, outer["data"]["job"]["argv"])) < 500
+    assert len(text_of(outer)) <= MOST_CHARACTERS
+    short = {"job": {"argv": ["status", "x" * 390]}}
+    assert document(Answer("status", data=short))["data"] == short

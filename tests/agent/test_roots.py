@@ -167,3 +167,48 @@ def test_relative_paths_begin_at_the_first_root_wherever_the_server_stands(
     assert answer["ok"], answer["summary"]
     assert answer["data"]["settings"]["data"]["value"] == [str(roots.first / "rows.jsonl")]
     assert os.path.dirname(answer["data"]["settings"]["out"]["value"]) == str(roots.first / "runs")
+
+
+def test_a_link_behind_a_link_that_stays_inside_is_found(
+    call_tool: Caller, ended: Path, roots: Roots, outside: Path
+) -> None:
+    shown = call_tool("ft_logs", run="run")
+    assert shown["ok"], shown["summary"]
+    (ended / "logs").rename(roots.first / "elsewhere")
+    (ended / "logs").symlink_to(roots.first / "elsewhere")
+    (roots.first / "elsewhere" / "again").symlink_to(ended)  # a circle ends
+    assert call_tool("ft_logs", run="run")["ok"]
+    (roots.first / "elsewhere" / "rank0.log").unlink(missing_ok=True)
+    (roots.first / "elsewhere" / "rank0.log").symlink_to(outside / "rows.jsonl")
+    assert codes(call_tool("ft_logs", run="run")) == ["path_outside_roots"]
+
+
+def test_a_failed_run_outside_is_not_explained_by_its_id(
+    call_tool: Caller, standin: Standin, outside: Path
+) -> None:
+    flags = [*TINY, "--data", str(outside / "rows.jsonl"), "--out", str(outside / "run")]
+    answer, code = standin("run", *flags, how="crash:CUDA out of memory")
+    assert code == 8
+    assert codes(call_tool("ft_explain_error", what=answer["run_id"])) == ["path_outside_roots"]
+    assert call_tool("ft_explain_error", what="RuntimeError: in /some/where: CUDA out of memory")["ok"]
+
+
+def test_a_job_that_was_started_outside_is_neither_shown_nor_ended(
+    call_tool: Caller, standin: Standin, roots: Roots, outside: Path
+) -> None:
+    argv = ["check-data", *TINY, "--data", "rows.jsonl", "--detach"]
+    for cwd, expected in ((outside, ["path_outside_roots"]), (roots.first, [])):
+        answer, code = standin(*argv, how="checks:0.1", cwd=cwd)
+        assert code == 0
+        job_id = answer["data"]["job_id"]
+        for tool in ("ft_status", "ft_stop"):
+            assert codes(call_tool(tool, run=job_id)) == expected
+
+
+@pytest.mark.parametrize("name", ["data", "model", "out", "init_adapter"])
+def test_text_that_no_path_can_be_is_refused_and_no_bug(
+    call_tool: Caller, roots: Roots, outside: Path, name: str
+) -> None:
+    for odd, expected in (("/a\x00b", "bad_path"), ("a\ud800/../../outside", "path_outside_roots")):
+        (roots.first / "c.json").write_text(json.dumps({"method": "sft", **BASE, name: odd}))
+        assert codes(call_tool("ft_plan", config="c.json")) == [expected]

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from agent import tools
+from agent.folder import RunFolder
 from agent.processes import wait_until
 from agent.render import text_of
 from agent.roots import Roots
-from tests.agent.calls import TINY, Caller, Standin, codes
+from tests.agent.calls import SLOW, TINY, Caller, Standin, codes, wait_for_step
 
 NAMED = "planted0000value1111"  # a secret because the variable that holds it is named like one
 SHAPED = "hf_PlantedPlantedPlanted2222"  # a secret because it looks like one
@@ -70,6 +71,23 @@ def test_a_run_that_prints_secrets_leaves_none(standin: Standin, planted: Path, 
         assert holders(tmp_path, planted) == []
         out = tmp_path / "other"
     assert "***" in (tmp_path / "out" / "logs" / "launch.log").read_text()  # it was said, and masked
+
+
+def test_secrets_in_the_error_of_a_rank_and_in_the_log_of_a_killed_run_do_not_stay(
+    standin: Standin, planted: Path, tmp_path: Path
+) -> None:
+    standin.environ |= {"PLANTED_API_KEY": NAMED, "HF_TOKEN": NAMED}
+    out = tmp_path / "out"
+    argv = ["run", *TINY, "--data", str(planted), "--out", str(out)]
+    killed = standin.start(*argv, how=f"print:{NAMED} {PAGE},{SLOW}")
+    wait_for_step(RunFolder(out), 1)
+    killed.kill()
+    killed.wait()
+    assert holders(out)  # nobody was left to mask them
+    clean(standin(*argv, how=f"refuse-with:{NAMED} {SHAPED} {PAGE}")[0])
+    assert (out / "logs" / "attempt-1" / "launch.log").exists()
+    assert (out / "heartbeat" / "rank0.error.json").exists()
+    assert holders(tmp_path, planted) == []
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pty
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from agent.folder import RunFolder
+from agent.folder import RunFolder, locked, write_document
 from agent.processes import ProcessId, wait_until
-from agent.states import UNFINISHED
+from agent.standing import standing
+from agent.states import UNFINISHED, first_state, moved, owner
 from tests.agent.calls import SLOW, STANDIN, TINY, Standin, document, wait_for_step
 
 WITHIN_S = 10  # in which the death of a process must show
@@ -113,6 +115,20 @@ def test_eight_starts_at_once_are_one_run(standin: Standin, flags: list[str], fo
     assert len(document(folder.manifest, "run")["attempts"]) == 1
 
 
+def test_who_asks_while_a_resumed_run_begins_is_told_its_new_process(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    gone = first_state("sft-1", "0" * 16, "here") | {"state": "stopped", "pid": 2**22 + 1}
+    write_document(folder.state, "state", gone)
+    named = moved(gone, "starting", **owner("here"))
+    with locked(folder):
+        later = threading.Timer(0.3, write_document, (folder.state, "state", named))
+        later.start()
+        answer = standing(folder, {"plan_id": "0" * 16}, "here", is_ours=False)
+        later.join()
+    assert answer is not None
+    assert (answer.status, answer.data["pid"]) == ("starting", os.getpid())
+
+
 @pytest.mark.slow
 def test_a_plan_without_a_folder_is_one_run_unless_another_is_asked_for(
     standin: Standin, rows: Path, tmp_path: Path
@@ -193,6 +209,24 @@ def test_a_stop_during_the_checks_is_a_stopped_run(
     assert wait_until(lambda: not processes_with(str(folder.path)), WITHIN_S)
     standin("start", *flags)
     assert ended(folder) == "succeeded"
+
+
+def test_a_resumed_run_that_is_stopped_in_its_checks_tells_no_older_failure(
+    standin: Standin, flags: list[str], folder: RunFolder
+) -> None:
+    standin("run", *flags, how="fail:non_finite")
+    standin("start", *flags, how="checks:60")
+    seen, _ = standin("status", str(folder.path))
+    assert (seen["status"], seen["data"]["num_steps"]) == ("starting", 3)
+    assert standin("stop", str(folder.path))[0]["status"] == "stopped"
+    seen, code = standin("status", str(folder.path))
+    assert (code, seen["status"], seen["data"]["exit_code"], seen["data"]["error"]) == (
+        0,
+        "stopped",
+        10,
+        None,
+    )
+    assert "told to" not in seen["summary"]
 
 
 @pytest.mark.slow

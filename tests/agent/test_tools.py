@@ -269,3 +269,11 @@ def test_console_tool_and_mcp_give_the_same_json(
     assert steady(called) == steady(printed)
     assert tools.exit_code(called) == code
     assert steady(by_mcp(roots, tool, arguments)) == steady(printed)
+
+
+def test_a_whole_number_with_a_point_is_an_integer_as_its_schema_says(call_tool: Caller, rows: Path) -> None:
+    (rows.parent / "work" / "rows.jsonl").write_text(rows.read_text())
+    settings = {"model": "builtin:tiny", "data": ["rows.jsonl"], "device": "cpu", "max_steps": 4.0}
+    plan = call_tool("ft_plan", {"method": "sft", "settings": settings | {"learning_rate": 1.0}})
+    assert plan["data"]["settings"]["max_steps"]["value"] == 4
+    assert codes(call_tool("ft_logs", run="none", limit=20.0)) == ["run_missing"]

@@ -5,7 +5,9 @@ import os
 import socket
 import stat
 import threading
+import time
 
+import httpx
 import pytest
 
 from finetune.rollout import endpoint
@@ -130,3 +132,20 @@ def test_a_folder_of_too_long_a_path_is_replaced(tmp_path):
         assert post(session, [USER]).status_code == 200
         folder = session.socket.parent
     assert not os.path.exists(folder)
+
+
+def test_connections_past_the_most_are_closed_and_cost_no_descriptor(session, monkeypatch):
+    assert session.endpoint._most_connections == endpoint.MOST_CONNECTIONS
+    monkeypatch.setattr(session.endpoint, "_most_connections", 3)
+    held = [connected(session) for _ in range(3)]
+    with connected(session) as one_more:
+        assert everything(one_more) == b""
+    for connection in held:
+        connection.close()
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            assert post(session, [USER]).status_code == 200
+            return
+        except httpx.HTTPError:
+            assert time.monotonic() < deadline

@@ -227,6 +227,20 @@ def test_a_start_adapter_is_its_own_reference(tmp_path: Path) -> None:
     assert metrics(bare)[0]["kl"] > 1e-4
 
 
+@pytest.mark.parametrize("tuning", ["lora", "full"])
+def test_a_step_that_leaves_the_weights_as_they_were_costs_no_rollout(tuning: str, tmp_path: Path) -> None:
+    """The step makes a version of a new name, which the engine has under the old one."""
+    start_from = {"init_adapter": str(start_adapter(tmp_path / "start"))} if tuning == "lora" else {}
+    run = made(tmp_path / "run", num_eval=2, tuning=tuning, max_steps=2, learning_rate=0.0, **start_from)
+    with pytest.raises(FinetuneError) as caught:
+        train_here(run)
+    assert caught.value.code == "no_learning_signal"
+    assert [line["rollouts_lost"] for line in metrics(run)] == [0, 0]
+    answers = RolloutFiles(run / "rollouts").read(2, kind="eval")
+    assert answers
+    assert {one.status for one in answers.rollouts} == {"scored"}
+
+
 def test_all_prompts_are_used_where_they_do_not_fill_the_batches(tmp_path: Path) -> None:
     run = made(tmp_path / "run", num_prompts=5, global_batch_size=8, max_steps=None)
     assert train_here(run).steps == 3

@@ -1,14 +1,18 @@
 """Being told to stop while nothing is trained: at once, where all that there is to keep is kept already."""
 
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from finetune.errors import FinetuneError
 from finetune.rank import run_rank
 from finetune.records import StopFlag, read_lines
+from finetune.rollout import local
 from tests.train.rewards import __file__ as REWARDS
-from tests.train.runs import make_prompts_run, make_run, metrics, ragged_examples
+from tests.train.runs import beats, make_prompts_run, make_run, metrics, ragged_examples
 
 
 class After(StopFlag):
@@ -61,3 +65,26 @@ def test_a_stop_between_steps_is_left_to_the_loop_which_saves(tmp_path: Path) ->
     result = run_rank(run, 0, 1, None, After(run / "metrics.jsonl"))
     assert (result.status, result.steps) == ("stopped", 2)
     assert (run / "checkpoints" / "step-2" / "manifest.json").exists()
+
+
+def test_a_batch_that_is_sampled_ahead_ends_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hold up the end of the process, and its heartbeats would hide that the rank is done."""
+    at_once = local._next_logits
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(0.05)
+        return at_once(*given)
+
+    monkeypatch.setattr(local, "_next_logits", slowly)
+    settings = {"max_staleness": 1, "max_completion_tokens": 40, "max_steps": 4}
+    run = make_prompts_run(tmp_path / "run", verifier=[f"{REWARDS}:even"], **settings)
+    result = run_rank(run, 0, 1, None, After(run / "metrics.jsonl"))
+    assert (result.status, result.steps) == ("stopped", 2)
+    ends = time.monotonic() + 1.0
+    while any(thread.name.startswith("sampling_") for thread in threading.enumerate()):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    assert beats(run, 0)["done"]
+    assert not (run / "rollouts" / "step-000003.jsonl").exists()
