@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from finetune.records import read_lines, to_json, write_atomically
 
 _PAGE = 50
 _TAIL_CHARACTERS = 5000
+_SEARCH_S = 4.0  # a call of a tool has five
 _EVENT_CHARACTERS = 3500
 _LONGEST_WAIT_S = 3600.0
 
@@ -129,8 +132,7 @@ def logs(
     file = file or next((name for name in usual if name in known), usual[0])
     lines = monitor.log_lines(folder, file, context.machine.environ)
     if pattern is not None:
-        wanted = _expression(pattern)
-        lines = [line for line in lines if wanted.search(line)]
+        lines = _matching(lines, pattern)
     start = _tail_start(lines, limit) if offset is None else max(0, offset)
     data = {
         "file": str(folder.logs / file),
@@ -153,13 +155,28 @@ def _tail_start(lines: list[str], limit: int) -> int:
     return start
 
 
-def _expression(pattern: str) -> re.Pattern[str]:
+# A search that backtracks for ever can be ended from outside alone.
+_SEARCH = (
+    "import re, sys\nwanted = re.compile(sys.argv[1])\n"
+    "for number, line in enumerate(sys.stdin.read().split('\\n')):\n    if wanted.search(line):\n        print(number)"
+)
+
+
+def _matching(lines: list[str], pattern: str) -> list[str]:
+    """Return the lines with a regular expression in them; raise FinetuneError(bad_value) where it is none or takes too long."""
     try:
-        return re.compile(pattern)
+        re.compile(pattern)
     except re.error as error:
-        raise FinetuneError(
-            "bad_value", f"grep: {pattern!r} is no regular expression: {error}", setting="grep"
-        ) from error
+        text = f"grep: {pattern!r} is no regular expression: {error}"
+        raise FinetuneError("bad_value", text, setting="grep") from error
+    command = [sys.executable, "-I", "-S", "-X", "utf8", "-c", _SEARCH, pattern]
+    try:
+        given = "\n".join(lines).encode("utf-8", "replace")
+        done = subprocess.run(command, input=given, stdout=subprocess.PIPE, timeout=_SEARCH_S, check=True)
+    except subprocess.TimeoutExpired as error:
+        text = f"grep: {pattern!r} takes more than {_SEARCH_S:g} s on this log: give a simpler one"
+        raise FinetuneError("bad_value", text, setting="grep") from error
+    return [lines[int(number)] for number in done.stdout.split()]
 
 
 def verifier_skeleton(name: str, context: Context) -> Answer:

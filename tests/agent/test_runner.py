@@ -286,3 +286,14 @@ def test_logs_are_paged(standin: Standin, flags: list[str], folder: RunFolder) -
     found, _ = standin("logs", str(folder.path), "--grep", "line 49[89]")
     assert len(found["data"]["lines"]) == 2
     assert standin("logs", str(folder.path), "--grep", "(")[1] == 2
+
+
+def test_a_search_that_would_never_end_is_ended(
+    standin: Standin, flags: list[str], folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standin("run", *flags)
+    (folder.logs / "launch.log").write_text("a" * 40 + "!\n")
+    monkeypatch.setattr("agent.verbs._SEARCH_S", 0.5)
+    answer, code = standin("logs", str(folder.path), "--grep", "(a+)+$")
+    assert (code, answer["errors"][0]["code"]) == (2, "bad_value")
+    assert "a simpler one" in answer["errors"][0]["cause"]
