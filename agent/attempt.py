@@ -5,11 +5,13 @@ This process is the one writer of state.json and run.json while it holds the fol
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,9 +167,20 @@ def _watch(attempt: Attempt, child: subprocess.Popen[bytes], told: _Told) -> Non
                 attempt.write_state(moved(attempt.state, "stopping", **_seen(attempt.folder)))
         if time.monotonic() - written >= _HEARTBEAT_EVERY_S:
             written = time.monotonic()
-            _warn(attempt, told.watch.warnings)
-            attempt.write_state(_refreshed(attempt) | {"spent": told.watch.spent})
+            with full_disk_passed_over():  # what is trained may still be saved, or more room be made
+                _warn(attempt, told.watch.warnings)
+                attempt.write_state(_refreshed(attempt) | {"spent": told.watch.spent})
         time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def full_disk_passed_over() -> Iterator[None]:
+    """Go on where the disk is full; raise every other OSError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def _listens(attempt: Attempt) -> bool:

@@ -132,7 +132,8 @@ def _resume(call: Call) -> Answer:
     options = call.options
     names = ("max_hours", "max_disk_gb", "max_generated_tokens")
     limits = {name: value for name in names if (value := getattr(options, name)) is not None}
-    return control.resume(options.run, options.extend, limits, options.detach, call.context)
+    consent = runner.Consent(options.confirm, options.yes_under)
+    return control.resume(options.run, options.extend, limits, consent, options.detach, call.context)
 
 
 def _idle_of_evaluate(call: Call) -> list[FinetuneError]:

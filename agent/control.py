@@ -13,7 +13,7 @@ from agent.plan import plan_of
 from agent.processes import ProcessId, kill_session, wait_until
 from agent.render import Answer
 from agent.request import again
-from agent.runner import Context, run
+from agent.runner import Consent, Context, run
 from agent.standing import handle, our_command
 from agent.states import UNFINISHED
 from agent.supervisor import Wish, start
@@ -23,7 +23,12 @@ _AFTER_KILL_S = 15.0
 
 
 def resume(
-    name: str, extend: int | None, limits: dict[str, Any], is_detached: bool, context: Context
+    name: str,
+    extend: int | None,
+    limits: dict[str, Any],
+    consent: Consent,
+    is_detached: bool,
+    context: Context,
 ) -> Answer:
     """Go on with a run from its newest checkpoint, to more steps where `extend` says so; limits: other ones than before."""
     folder = find_run(name, context.cwd, context.machine.environ)
@@ -40,9 +45,9 @@ def resume(
     request = again(plan, changes | limits, context.cwd)
     verify_model, is_extension = plan["model"].get("all_bytes", False), extend is not None
     if is_detached:
-        answer = start(request, context, Wish(verify_model=verify_model, is_extension=is_extension))
+        answer = start(request, context, Wish(consent, verify_model, is_extension=is_extension))
     else:
-        answer = run(request, context, verify_model, is_extension)
+        answer = run(request, context, verify_model, is_extension, consent)
     return replace(answer, command="resume")
 
 

@@ -21,6 +21,7 @@ from agent.system import Device, Machine, vllm_packages
 from agent.verifying import verifier_problems
 from finetune.config import GrpoConfig, RunConfig
 from finetune.errors import FinetuneError
+from finetune.rollout.ledger import recorded
 from finetune.rules import unsuited_correction
 
 # Threads that spin while they wait for work take the cores from the process that has some: both become ten times slower.
@@ -167,12 +168,11 @@ def waiting_threads(config: RunConfig, environ: Mapping[str, str]) -> dict[str, 
 
 
 def replay_digest(path: str | None) -> str | None:
-    """Return one digest of the recorded rollouts in a file or a folder; None where there are none."""
+    """Return one digest of the recorded rollouts that a path names; the path itself where there is nothing."""
     if path is None or not os.path.exists(path):
         return path
-    files = [Path(path)] if os.path.isfile(path) else sorted(Path(path).glob("step-*.jsonl"))
     whole = hashlib.sha256()
-    for file in files:
+    for file in recorded(Path(path)):
         with open(file, "rb") as stream:
             whole.update(hashlib.file_digest(stream, "sha256").digest())
     return whole.hexdigest()

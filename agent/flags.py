@@ -148,6 +148,7 @@ def resume(parser: argparse.ArgumentParser) -> None:
     )
     for name, kind in (("max-hours", float), ("max-disk-gb", float), ("max-generated-tokens", int)):
         parser.add_argument(f"--{name}", type=Number(kind, 0), help="another limit than before")
+    _consent(parser)
     detach(parser, "go on in a process of its own, and return at once")
 
 

@@ -29,12 +29,14 @@ from mcp_types import Tool as Listed
 
 from agent import tools
 from agent.folder import schema
-from agent.render import text_of
+from agent.render import MOST_CHARACTERS, clean, text_of
 from agent.roots import Roots
 from agent.system import package_versions
 from agent.toolset import BY_NAME, TOOLS
 
+_LEAST_FAILURE = 400  # characters of what failed, whatever else an answer holds
 _PROGRESS_EVERY_S = 1.0
+_LEAST_FAILURE = 400  # characters of what failed, whatever else an answer holds
 _INSTRUCTIONS = """Finetune open language models on your own data. The way: ft_doctor, ft_check_data, ft_plan (show its cost to
 the user), ft_start {plan}, ft_status until it has ended, ft_evaluate, ft_export. Each answer is one JSON object: read ok,
 errors[].fix and next_actions (console commands, which are these tools). Runs and jobs go on without this server; their ids
@@ -83,7 +85,9 @@ def listed(name: str) -> Listed:
 def result(name: str, answer: dict[str, Any]) -> CallToolResult:
     """Return an answer as the result of a call: as JSON and, for old clients, as its text."""
     is_error = tools.is_failure(answer)
-    texts = [*([_failure(name, answer)] if is_error else []), text_of(answer)]
+    whole = text_of(answer)  # the failure stands in it too: both together stay within what one answer may be
+    room = max(_LEAST_FAILURE, MOST_CHARACTERS - len(whole))
+    texts = [*([clean(_failure(name, answer), room)] if is_error else []), whole]
     content: list[Any] = [TextContent(type="text", text=text) for text in texts]
     return CallToolResult(content=content, structured_content=answer, is_error=is_error)
 

@@ -33,7 +33,7 @@ from agent.estimates import Scene, engine_memory, estimated, memory_estimate, qu
 from agent.folder import SCHEMA_VERSION, RunFolder, read_document, write_document
 from agent.preflight import Findings, ModelFound
 from agent.request import Request
-from agent.system import DEVICE_LISTS, SOURCE_ROOT, Device, Machine
+from agent.system import DEVICE_LISTS, Device, Machine, import_path
 from agent.verifying import verifier_content
 from finetune.config import GrpoConfig, RunConfig
 from finetune.errors import FinetuneError, Problems
@@ -318,8 +318,7 @@ def launch_environment(
     config: RunConfig, devices: list[Device], environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the environment of the command that trains: our devices, our source tree, nothing of another launcher."""
-    path = [str(SOURCE_ROOT), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
-    extra = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
+    extra = {"PYTHONPATH": import_path(environ)}
     if devices:
         chosen = next((name for name in DEVICE_LISTS if name in environ), DEVICE_LISTS[0])
         extra[chosen] = ",".join(device.id for device in devices)

@@ -172,7 +172,7 @@ def run(
     folder, host = run_folder_of(plan), context.machine.host
     if answer := standing(folder, plan, host, is_ours=False, is_extension=is_extension):
         return answer
-    if answer := held_back("run", folder, unplaced, context, consent):
+    if answer := held_back("run", folder, unplaced, context, consent, is_extension):
         return answer
     made = make_folders(folder.path)
     with locked(folder) as lock, Interrupts() as interrupts:
@@ -188,27 +188,41 @@ def run(
 
 
 def held_back(
-    command: str, folder: RunFolder, plan: dict[str, Any], context: Context, consent: Consent
+    command: str,
+    folder: RunFolder,
+    plan: dict[str, Any],
+    context: Context,
+    consent: Consent,
+    is_extension: bool = False,
 ) -> Answer | None:
-    """Return why nothing may start here yet: an earlier attempt has reached a limit, or the plan costs more than agreed to."""
+    """Return why nothing may start here yet: an earlier attempt has reached a limit, or the plan costs more than agreed to.
+
+    A run that had begun was agreed to then, as long as it is not made longer.
+    """
     state = read_document(folder.state, "state")
-    if state is not None and folder.plan.exists():  # it was agreed to when it began
-        error = nothing_left(folder, plan, state.get("spent") or NOTHING_SPENT)
-        if error is None:
+    if state is not None and folder.plan.exists():
+        if error := nothing_left(folder, plan, state.get("spent") or NOTHING_SPENT):
+            argv = our_command("resume", str(folder.path))
+            if error.code == "over_budget":
+                argv += [f"--{str(error.evidence['setting']).replace('_', '-')}", "NUMBER"]
+            about = {"run_id": state["run_id"], "run_dir": folder.path}
+            return refusal(command, [error], **about, next_actions=[("go on with a higher limit", argv)])
+        if not is_extension:
             return None
-        action = ("go on with a higher limit", our_command("resume", str(folder.path)))
-        flag = f"--{str(error.evidence.get('setting')).replace('_', '-')}"
-        actions = [(action[0], [*action[1], flag, "NUMBER"])] if error.code == "over_budget" else [action]
-        return refusal(command, [error], run_id=state["run_id"], run_dir=folder.path, next_actions=actions)
-    if error := too_small(plan):
+    elif error := too_small(plan):
         return refusal(command, [error])
     if consent.confirmed:
         return None
     error = to_confirm(plan, consent.yes_under, context.machine.environ)
     if error is None:
         return None
-    store_plan(plan, context.machine.environ)
-    confirm = ("start it all the same", our_command("start", "--plan", plan["plan_id"], "--confirm"))
+    if is_extension:
+        steps = str(plan["settings"]["max_steps"]["value"])
+        again = our_command("resume", str(folder.path), "--extend", steps, "--confirm")
+    else:
+        store_plan(plan, context.machine.environ)
+        again = our_command("start", "--plan", plan["plan_id"], "--confirm")
+    confirm = ("start it all the same", again)
     data = {"plan_id": plan["plan_id"], "estimates": plan["estimates"]}
     return refusal(command, [error], data=data, next_actions=[confirm])
 

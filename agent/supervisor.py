@@ -38,7 +38,7 @@ from agent.runner import (
 )
 from agent.standing import await_state, handle, in_use, run_folder_of, standing, stored_errors
 from agent.states import judged
-from agent.system import SOURCE_ROOT, read_machine
+from agent.system import import_path, read_machine
 from finetune.errors import FinetuneError
 from finetune.knobs import knobs
 from finetune.methods import method_named
@@ -109,7 +109,7 @@ def _started(unplaced: dict[str, Any], earlier: RunFolder | None, context: Conte
     folder, host = run_folder_of(plan), context.machine.host
     if answer := standing(folder, plan, host, is_ours=False, is_extension=wish.is_extension):
         return answer
-    if answer := held_back("start", folder, unplaced, context, wish.consent):
+    if answer := held_back("start", folder, unplaced, context, wish.consent, wish.is_extension):
         return answer
     make_folders(folder.path)
     with locked(folder) as lock:
@@ -129,7 +129,8 @@ def _supervised(folder: RunFolder, plan: dict[str, Any], run_id: str, context: C
     write_atomically(folder.start_request, to_json(scrub(asked)))
     _set_aside_log(folder)
     log = folder.supervisor_log
-    environment = _environment(context)
+    environ = context.machine.environ
+    environment = dict(environ) | {"PYTHONPATH": import_path(environ)}
     supervisor = start_detached(
         supervisor_command(folder, lock), environment, Streams(context.cwd, log, log), [lock]
     )
@@ -170,13 +171,6 @@ def _set_aside_log(folder: RunFolder) -> None:
 def supervisor_command(folder: RunFolder, lock: int) -> list[str]:
     """Return the command of a supervisor; -P keeps the working directory out of what it imports."""
     return [sys.executable, "-P", "-m", "agent.supervisor", str(folder.path), str(lock)]
-
-
-def _environment(context: Context) -> dict[str, str]:
-    """Return our own environment, in which our source tree is found from everywhere."""
-    environ = context.machine.environ
-    path = [str(SOURCE_ROOT), *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return dict(environ) | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
 
 
 def supervise(folder: RunFolder, lock: int) -> int:

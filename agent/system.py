@@ -81,6 +81,12 @@ def read_machine(environ: Mapping[str, str] = os.environ, root: Path = Path("/")
     )
 
 
+def import_path(environ: Mapping[str, str]) -> str:
+    """Return a PYTHONPATH by which our source tree is found from everywhere, before what the environment names."""
+    given = [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    return os.pathsep.join(dict.fromkeys([str(SOURCE_ROOT), *given]))
+
+
 def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 

@@ -360,5 +360,7 @@ class GrpoConfig(RunConfig):
         advanced=True,
     )
     replay: str | None = knob(
-        None, help="folder of recorded rollouts to train on, without an engine", advanced=True
+        None,
+        help="recorded rollouts to train on without an engine: a run folder, or the file of one step",
+        advanced=True,
     )

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from proof.agent_program import opencode_story
+from proof.answers import quick_answers
 from proof.claims import Claim, NotHere, append
 from proof.equality import equality_smollm2
 from proof.forecasts import memory_forecast
@@ -39,6 +40,7 @@ ROWS: dict[str, Callable[[Path], list[Claim]]] = {
     "kills-parent": kills_parent,
     "kills-rank0": kills_rank0,
     "kills-rank1": kills_rank1,
+    "quick-answers": quick_answers,
     "opencode-story": opencode_story,
     "bench": bench,
     "grpo-bench": grpo_bench,

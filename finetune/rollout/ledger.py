@@ -17,6 +17,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.records import to_json, write_atomically
 
+ROLLOUTS = "rollouts"  # their folder in a run folder
 POLL_S = 0.05
 SCORED = "scored"
 
@@ -73,6 +74,39 @@ def account(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {"sampled": len(rollouts), "trained": trained, "excluded": dict(excluded)}
 
 
+def read_batch(path: Path, digest: str | None = None) -> RolloutBatch | None:
+    """Return the batch of a file; None where there is none, or none sampled by the policy of this digest.
+
+    Raises FinetuneError(bad_rollouts) for a file that is not whole.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    except FileNotFoundError:
+        return None
+    try:
+        head = json.loads(lines[0])
+        if digest is not None and head["digest"] != digest:
+            return None
+        rollouts = [Rollout(**json.loads(line)) for line in lines[1:]]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise FinetuneError(
+            "bad_rollouts", f"{path}: no rollouts of ours: {error}", file=str(path)
+        ) from error
+    if len(rollouts) != head.get("num_rollouts"):
+        text = f"{path}: {len(rollouts)} rollouts where {head.get('num_rollouts')} belong"
+        raise FinetuneError("bad_rollouts", text, file=str(path))
+    known = (head["step"], head["version"], head["digest"], rollouts, head["facts"])
+    return RolloutBatch(*known, tokens=head.get("tokens", {}))
+
+
+def recorded(path: Path) -> list[Path]:
+    """Return the recorded batches that a path names, in order: of a run folder, of its rollouts folder, or one file."""
+    if path.is_file():
+        return [path]
+    inner = path / ROLLOUTS
+    return sorted((inner if inner.is_dir() else path).glob("step-*.jsonl"))
+
+
 class RolloutFiles:
     """The rollout files of a run folder, or of the folder that a replay reads."""
 
@@ -95,29 +129,8 @@ class RolloutFiles:
         write_atomically(self.path(batch.step, kind), "".join(line + "\n" for line in lines))
 
     def read(self, step: int, digest: str | None = None, kind: str = "step") -> RolloutBatch | None:
-        """Return the batch of a step; None where there is none, or none sampled by the policy of this digest.
-
-        Raises FinetuneError(bad_rollouts) for a file that is not whole.
-        """
-        path = self.path(step, kind)
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-        except FileNotFoundError:
-            return None
-        try:
-            head = json.loads(lines[0])
-            if digest is not None and head["digest"] != digest:
-                return None
-            rollouts = [Rollout(**json.loads(line)) for line in lines[1:]]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise FinetuneError(
-                "bad_rollouts", f"{path}: no rollouts of ours: {error}", file=str(path)
-            ) from error
-        if len(rollouts) != head.get("num_rollouts"):
-            text = f"{path}: {len(rollouts)} rollouts where {head.get('num_rollouts')} belong"
-            raise FinetuneError("bad_rollouts", text, file=str(path))
-        known = (head["step"], head["version"], head["digest"], rollouts, head["facts"])
-        return RolloutBatch(*known, tokens=head.get("tokens", {}))
+        """Return the batch of a step, as read_batch does."""
+        return read_batch(self.path(step, kind), digest)
 
     def write_trained(self, step: int, logprobs: dict[str, list[float]]) -> None:
         """Put the trainer's log-probs of a batch, as training on it began, beside the sampler's: by rollout, one a token."""

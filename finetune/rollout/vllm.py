@@ -357,9 +357,16 @@ class VllmEngine:
     def _leave(self) -> None:
         for server in self._servers:
             server.control.close()
+        self._run(self._give_up())  # whoever waits for a completion in another thread is told so
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _give_up(self) -> None:
+        pending = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Do asynchronous work in the thread of the requests and wait for it, with heartbeats."""

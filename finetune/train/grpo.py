@@ -23,14 +23,14 @@ from finetune.parallel.shard import copy_full
 from finetune.parallel.world import World
 from finetune.records import EvalResult, Journal, StopFlag, TrainResult, jsonable
 from finetune.rollout.fleet import Fleet, start_fleet
-from finetune.rollout.ledger import RolloutFiles, account
+from finetune.rollout.ledger import ROLLOUTS, RolloutFiles, account
 from finetune.rules import steps_of
 from finetune.train.delivery import Deliverer, FleetDelivery, LocalDelivery
 from finetune.train.metrics import Stopwatch
 from finetune.train.policy_step import BatchTraining
 from finetune.train.result import training_result
 from finetune.train.rollouts import Maker
-from finetune.train.source import ROLLOUTS, LiveSource, ReplaySource, Source
+from finetune.train.source import LiveSource, ReplaySource, Source
 from finetune.train.step import Job, Training, log_step, save_checkpoint, start_training, write_final
 
 # What is said of the rollouts of a run that learned nothing.

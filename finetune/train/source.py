@@ -18,13 +18,12 @@ from finetune.data.prepare import Prepared
 from finetune.errors import FinetuneError
 from finetune.records import EvalResult
 from finetune.rollout.engine import Call, Sampling
-from finetune.rollout.ledger import Rollout, RolloutBatch, RolloutFiles
+from finetune.rollout.ledger import ROLLOUTS, Rollout, RolloutBatch, RolloutFiles, read_batch, recorded
 from finetune.train.delivery import CanaryScorer, Deliverer, PolicyVersion, current_version, deliver_together
 from finetune.train.policy_step import lora_b_norm
 from finetune.train.rollouts import Maker, filled, sampling_seed, with_advantages
 from finetune.train.step import Training
 
-ROLLOUTS = "rollouts"
 # Sequences of a canary and their tokens. Where the server holds our extension and a whole copy of each weight, digests
 # prove, and log-probs are asked beside them of few tokens: on the cpu a token under an adapter costs some 15 ms.
 CANARY = (4, 96)
@@ -192,8 +191,9 @@ class LiveSource:
 
 def canary_sequences(candidates: list[list[int]], count: int, tokens: int) -> list[list[int]]:
     """Return the sequences on which a sync is proved: the ends of a few that were trained on: there versions differ most."""
-    step = max(1, len(candidates) // count)
-    return [ids[-tokens:] for ids in candidates[::step][:count] if len(ids) > 1]
+    fit = [ids for ids in candidates if len(ids) > 1]
+    step = max(1, len(fit) // count)
+    return [ids[-tokens:] for ids in fit[::step][:count]]
 
 
 def answered(maker: Maker, prepared: Prepared, config: GrpoConfig, name: str) -> list[Rollout]:
@@ -247,19 +247,21 @@ def _mean(scores: list[float]) -> float | None:
 
 
 class ReplaySource:
-    """Batches as another run recorded them, advantages made anew from their rewards; nothing samples."""
+    """Batches as another run recorded them, advantages made anew from their rewards; nothing samples.
 
-    def __init__(self, folder: Path, config: GrpoConfig) -> None:
-        inner = folder / ROLLOUTS
-        self.files = RolloutFiles(inner if inner.is_dir() else folder)
-        self.config = config
+    path: what `recorded` takes; the batch of a single file is that of the first step, whichever it was.
+    """
+
+    def __init__(self, path: Path, config: GrpoConfig) -> None:
+        self.path, self.config = path, config
+        files = recorded(path)
+        self._files = {1 if path.is_file() else int(file.stem.removeprefix("step-")): file for file in files}
 
     def batch(self, step: int) -> tuple[RolloutBatch, dict[str, Any]]:
-        found = self.files.read(step)
+        file = self._files.get(step)
+        found = read_batch(file) if file else None
         if found is None:
-            text = (
-                f"replay: {self.files.path(step)} is not there; the recorded run made fewer steps, or others"
-            )
+            text = f"replay: {self.path} has no batch of step {step}; the recorded run made fewer steps, or others"
             raise FinetuneError("file_missing", text, setting="replay", step=step)
         with_advantages(found.rollouts, self.config.scale_rewards)
         return found, {**found.facts, "policy_version": found.version, "replayed": True}

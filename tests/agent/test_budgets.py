@@ -1,11 +1,13 @@
 """Limits: each stops a run with a save and says which it was; the question before a run that costs more than agreed to."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agent.attempt import full_disk_passed_over
 from agent.budgets import GB, Watch, expected_costs, left, to_confirm
 from agent.folder import RunFolder
 from finetune.errors import FinetuneError
@@ -54,6 +56,13 @@ def test_a_resumed_run_is_refused_only_where_its_next_batch_does_not_fit(tmp_pat
     old = [{"step": 4, "sampled_tokens": 100}]
     assert over(Watch(RunFolder(tmp_path), a_plan(max_generated_tokens=500), before, old)) is None
     assert over(Watch(RunFolder(tmp_path), a_plan(max_generated_tokens=499), before, old)) is not None
+
+
+def test_a_state_that_a_full_disk_does_not_take_ends_no_training() -> None:
+    with full_disk_passed_over():
+        raise OSError(errno.ENOSPC, "no space")
+    with pytest.raises(PermissionError), full_disk_passed_over():
+        raise PermissionError(errno.EACCES, "not ours")
 
 
 def test_disk_and_hours_are_limits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

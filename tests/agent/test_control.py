@@ -101,6 +101,26 @@ def test_a_finished_run_is_extended(standin: Standin, flags: list[str], folder: 
     assert run["plan_id"] == document(folder.plan, "plan")["plan_id"] != first["data"]["plan_id"]
 
 
+def test_an_extension_above_what_was_agreed_to_waits_for_a_confirmation(
+    standin: Standin, flags: list[str], folder: RunFolder
+) -> None:
+    assert standin("run", *flags, "--max-steps", "3")[1] == 0
+    little = {"FINETUNE_YES_UNDER": "disk_gb=1e-9"}
+    assert standin("run", *flags, "--max-steps", "3", **little)[1] == 0  # finished: nothing is spent
+    for more in ([], ["--detach"]):
+        answer, code = standin("resume", str(folder.path), "--extend", "5", *more, **little)
+        assert (code, answer["errors"][0]["code"]) == (6, "needs_confirmation")
+        assert answer["next_actions"][0]["argv"][1:] == [
+            "resume",
+            str(folder.path),
+            "--extend",
+            "5",
+            "--confirm",
+        ]
+    answer, code = standin("resume", str(folder.path), "--extend", "5", "--confirm", **little)
+    assert (code, answer["data"]["result"]["steps"]) == (0, 5)
+
+
 def test_a_run_of_verified_weights_is_resumed_as_one(
     standin: Standin, flags: list[str], folder: RunFolder
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agent.engines import replay_digest
 from agent.preflight import Findings
 from agent.system import Machine
 from tests.agent.calls import CPU, CUDA, GPUS
@@ -159,3 +160,17 @@ def test_recorded_rollouts_count_by_their_content(grpo: Maker, tmp_path: Path) -
         assert plan["parallel"]["engines"] == []
         ids.append(plan["plan_id"])
     assert ids[0] == ids[1] != ids[2]
+
+
+def test_of_a_recorded_run_its_rollouts_count_and_nothing_beside_them(grpo: Maker, tmp_path: Path) -> None:
+    digests = []
+    for name, rollouts, beside in (("a", "1", "x"), ("b", "1", "y"), ("c", "2", "y")):
+        folder = tmp_path / name / "rollouts"
+        folder.mkdir(parents=True)
+        (folder / "step-000001.jsonl").write_text(rollouts)
+        (folder / "trained-000001.jsonl").write_text(beside)
+        (tmp_path / name / "metrics.jsonl").write_text(beside)
+        digests.append(replay_digest(str(tmp_path / name)))
+    assert digests[0] == digests[1] != digests[2]
+    assert replay_digest(str(tmp_path / "a" / "rollouts")) == digests[0]
+    assert replay_digest(str(tmp_path / "a" / "rollouts" / "step-000001.jsonl")) == digests[0]

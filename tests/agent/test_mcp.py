@@ -107,6 +107,15 @@ def test_an_expected_failure_is_a_tool_error_that_says_cause_fix_and_example(
     jsonschema.validate(json.loads(example), tools.parameters(name))
 
 
+def test_a_failure_told_twice_stays_within_what_one_answer_may_be(roots: Roots) -> None:
+    settings = {f"no_such_setting_{number}": number for number in range(40)}
+    arguments = {"method": "sft", "settings": settings}
+    result = with_client(roots, lambda client: client.call_tool("ft_plan", arguments))
+    assert result.is_error
+    assert sum(len(item.text) for item in result.content) <= 8400
+    assert len(result.structured_content["errors"]) > 1
+
+
 def test_a_wait_tells_how_the_run_goes_and_its_end_is_no_error(
     roots: Roots, standin: Standin, rows: Path
 ) -> None:

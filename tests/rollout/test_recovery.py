@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import threading
 import time
@@ -94,6 +95,48 @@ def test_one_restart_serves_all_and_nothing_is_sampled_before_the_weights_are_th
     assert server.starts == 2
     assert not sampled_early
     assert engine.sample(CALLS, SAMPLING) == found
+
+
+def test_a_dead_server_is_started_again_before_a_delivery_and_a_living_one_is_left_alone(
+    make_engine: Any,
+) -> None:
+    first = Stub()
+    engine, server = make_engine([first, Stub()])
+    restarted: list[int] = []
+    engine.on_restart = restarted.append
+    assert not engine.revive()
+    assert (server.starts, restarted) == (1, [])
+    first.lacking.add("/health")
+    assert engine.revive()
+    assert (server.starts, restarted) == (2, [0])
+    assert not engine.revive()
+
+
+def test_an_engine_that_is_closed_leaves_nobody_waiting_for_its_completions(make_engine: Any) -> None:
+    stub, is_asked, may_end = Stub(), threading.Event(), threading.Event()
+
+    def hold(body: dict[str, Any], answer: dict[str, Any]) -> Any:
+        is_asked.set()
+        may_end.wait(30)
+        return answer
+
+    stub.lie = hold
+    engine, _ = make_engine([stub])
+    ended = threading.Event()
+
+    def sample() -> None:
+        with contextlib.suppress(concurrent.futures.CancelledError):
+            engine.sample(CALLS[:1], SAMPLING)
+        ended.set()
+
+    threading.Thread(target=sample, daemon=True).start()
+    assert is_asked.wait(10)
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    assert ended.wait(10)
+    may_end.set()
+    closing.join(30)
+    assert not closing.is_alive()
 
 
 def test_a_server_that_dies_of_every_request_is_given_up_and_what_is_lost_says_why(make_engine: Any) -> None:

@@ -120,9 +120,19 @@ def test_replayed_rollouts_give_the_same_adapter_without_an_engine(straight: Pat
     assert [line["loss"] for line in metrics(run)] == [line["loss"] for line in metrics(straight)]
 
 
+def test_a_single_recorded_file_is_replayed_as_the_first_step(straight: Path, tmp_path: Path) -> None:
+    file = straight / "rollouts" / "step-000002.jsonl"
+    run = made(tmp_path / "run", replay=str(file), max_steps=1)
+    train_here(run)
+    assert [line["reward_mean"] for line in metrics(run)] == [metrics(straight)[1]["reward_mean"]]
+    longer = made(tmp_path / "longer", replay=str(file), max_steps=2)
+    with pytest.raises(FinetuneError, match="no batch of step 2"):
+        train_here(longer)
+
+
 def test_a_replay_that_lacks_a_step_says_which(straight: Path, tmp_path: Path) -> None:
     run = made(tmp_path / "run", replay=str(straight), max_steps=5)
-    with pytest.raises(FinetuneError, match="step-000005") as caught:
+    with pytest.raises(FinetuneError, match="no batch of step 5") as caught:
         train_here(run)
     assert caught.value.code == "file_missing"
 
