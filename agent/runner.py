@@ -315,10 +315,11 @@ class Start:
             state = moved(state, "lost") if state["state"] in UNFINISHED else state
             fresh = {"plan_id": plan_id, "child": None, "hint_id": None, "errors": [], "warnings": []}
             state = moved(state, "starting", **owner(host), **fresh, operation="checking")
+        if self.is_detached:  # before the state, by which our caller knows that others may look for this run
+            remember_run(state["run_id"], self.folder.path, self.context.machine.environ)
         write_document(self.folder.state, "state", state)
         if self.is_detached:
             self.folder.start_request.unlink(missing_ok=True)
-            remember_run(state["run_id"], self.folder.path, self.context.machine.environ)
         return state
 
     def _written(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

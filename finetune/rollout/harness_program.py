@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from finetune.boxes.launching import BoxResult, Limits
-from finetune.boxes.process import WORKSPACE, Box
+from finetune.boxes.process import Box
 from finetune.errors import FinetuneError
 from finetune.rollout.bridge import POLICY, Session
 
@@ -98,8 +98,7 @@ def run_program(
     """Run an agent program in a box and say how it ended; is_step_limit: whether it says that its own budget was used up."""
     try:
         result = box.run(
-            # bwrap names its own first folder in PWD, which some programs trust more than the folder that they are in.
-            ["/usr/bin/env", f"PWD={WORKSPACE}", *program.command],
+            program.command,
             workspace,
             limits,
             program.environment,
@@ -128,10 +127,11 @@ def _ending(
         return "step_limit", "the calls of this rollout were used up"
     if session.is_out_of_context:
         return "step_limit", "the conversation no longer fitted the context"
+    if result.over_limit is not None:
+        return "crashed", f"ended for its limit of {result.over_limit}"
     if result.exit_code != 0:
-        return "crashed", f"exit code {result.exit_code}" + (
-            f", {result.killed_by}" if result.killed_by else ""
-        )
+        killed = f", {result.killed_by}" if result.killed_by else ""
+        return "crashed", f"exit code {result.exit_code}{killed}"
     if session.num_calls == 0:
         return "crashed", "the program asked the policy nothing"
     return "finished", ""

@@ -136,7 +136,8 @@ def test_a_box_that_breaks_during_the_run_is_an_error_and_not_a_wrong_answer(mon
     )
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with open_verifiers(["python-tests"], [], text_domain(), 5.0) as verifiers:
+    # One worker: another might still be loading, and a worker that finds no box when it loads ends the run.
+    with open_verifiers(["python-tests"], [], text_domain(), 5.0, workers=1) as verifiers:
         (before,) = verifiers.score([Answer(TESTS, GOOD)])
         (tmp_path / "broken").touch()
         (after,) = verifiers.score([Answer(TESTS, GOOD)])

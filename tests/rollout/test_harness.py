@@ -158,6 +158,12 @@ def test_a_program_that_ends_otherwise_is_told_apart(run, code, limits, status):
     assert run("command", ["x"], settings=ran(code), limits=limits).status == status
 
 
+def test_a_program_that_its_box_ends_is_told_with_the_limit(run):
+    code = ASKING + "import time\nopen('big', 'wb').write(bytes(3_000_000))\ntime.sleep(20)"
+    outcome = run("command", ["x"], settings=ran(code), limits=Limits(seconds=20, workspace_bytes=1_000_000))
+    assert (outcome.status, "its limit of workspace" in outcome.log) == ("crashed", True), outcome.log
+
+
 def test_a_program_that_gets_no_answer_failed_by_the_server_and_not_by_itself(run):
     assert run("command", [Fault("server", "it broke")], settings=ran(ASKING)).status == "server"
     stubborn = f"{CLIENT}try:\n    ask()\nexcept OSError:\n    ask()\n"
