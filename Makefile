@@ -2,7 +2,7 @@
 # make quickstart  finetune a real model on real rows, evaluated before and after (minutes on two cores)
 # make test-fast   under 3 minutes      make test   under 15 minutes, what .ci/run runs
 # make proof       the long claims, each measured into proof.jsonl; one of them with ROW=name
-# make lint | format | docs | bench (one part with PART=sft or grpo)
+# make lint | format | docs | bench (one part with PART=sft, grpo-step, grpo-sync or grpo-memory)
 # PYTHON names the interpreter that .venv is made from (3.11 or newer).
 
 PYTHON ?= python3

@@ -122,16 +122,25 @@ def _looked_at(look: _Look) -> Iterator[tuple[str, bool, str]]:
     yield "tokenizer", *_tokenizer(look.source)
     yield "template", True, _template(config, look.source)
     if isinstance(config, GrpoConfig):
-        yield (
-            "verifier",
-            True,
-            f"{', '.join(config.verifier)}: told right from wrong answers by --checks full",
-        )
+        yield "verifier", True, _verifier(config)
+        if config.tasks:
+            yield "agents", True, _agents(config)
         yield "engine", True, _engine(config, look.plan)
         yield "ports", *_ports(config, look.plan)
         yield "adapter_rank", *_adapter_rank(config)
     fingerprint = look.plan["parallel"]["profile"]
     yield "profile", True, f"fingerprint {fingerprint[:12]}" if fingerprint else "none given"
+
+
+def _verifier(config: GrpoConfig) -> str:
+    if config.tasks:
+        return "the tasks' own; `finetune tasks check` tells whether they can be trusted"
+    return f"{', '.join(config.verifier)}: told right from wrong answers by --checks full"
+
+
+def _agents(config: GrpoConfig) -> str:
+    box = config.box if config.box != "process" else "process, which isolates nothing"
+    return f"harness {config.harness}, {config.agents} at once, in box {box}; opened by --checks full"
 
 
 def _devices(look: _Look) -> str:

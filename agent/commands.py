@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agent import (
+    auditing,
     control,
     doctor,
     explaining,
@@ -311,6 +312,13 @@ VERBS: dict[str, Verb] = {
         lambda call: task_checks.check(call.options.tasks, call.options.box, call.context),
         flags.tasks,
         is_job=True,
+    ),
+    "rollouts": Verb(
+        "audit what a run sampled: every call trained or excluded, token for token what the engine served",
+        lambda call: auditing.audit(
+            find_run(call.options.run, call.context.cwd, call.context.machine.environ).path
+        ),
+        flags.rollouts,
     ),
     "serve-mcp": Verb(
         "the tools of this program as an MCP server on stdin and stdout",

@@ -19,7 +19,7 @@ from agent.system import Device, Machine
 from finetune.config import GrpoConfig, RunConfig
 from finetune.model.footprint import OWN_DEVICE_SHARE, Workload, engine_forecast, forecast
 from finetune.model.source import Source
-from finetune.rules import forward_tokens
+from finetune.rules import forward_tokens, most_sampled
 
 _BYTES_PER_TOKEN = 4  # of text
 _TEMPLATE_TOKENS = 20  # of a row besides its text
@@ -128,7 +128,8 @@ def _counted(
 
 def _tokens_method(config: RunConfig, counted: Counted, earlier: EarlierRun | None) -> str:
     if isinstance(config, GrpoConfig):
-        return f"rollouts as in {earlier.run_id}" if earlier else "prompts, and each completion at its limit"
+        limit = "answers of an agent at their limits" if config.tasks else "completion at its limit"
+        return f"rollouts as in {earlier.run_id}" if earlier else f"prompts, and each {limit}"
     if counted.is_exact:
         return "tokens of the rows as encoded"
     if earlier and counted.tokens == earlier.tokens_per_row:
@@ -146,7 +147,7 @@ def _work(
     """Return what all steps do together: rows of a batch times steps, at the mean length of a row or a rollout."""
     taken = numbers["steps"] * numbers["global_batch_size"]
     if isinstance(config, GrpoConfig):
-        limit = config.max_completion_tokens or 0
+        limit = most_sampled(config)
         sampled = 0.0 if config.replay else taken / config.passes * limit
         of_rollout = earlier.tokens_per_row if earlier else counted.tokens + limit
         return Work(
@@ -186,7 +187,7 @@ def _generated(config: RunConfig, numbers: Mapping[str, Any], batches: int) -> i
         return None
     if config.replay:
         return 0
-    limit = config.max_completion_tokens or 0
+    limit = most_sampled(config)
     rounds = 1 + config.resample_zero_variance
     times = 2 + (numbers["steps"] // config.eval_every if config.eval_every else 0)
     answers = times * numbers["rows_held_out"] * (1 + config.eval_samples)
@@ -202,7 +203,7 @@ def _disk(
     final = trained * 4 if config.tuning == "lora" else model["weight_bytes"]
     parts = {"checkpoints": checkpoints, "final_weights": final, "logs": _LOG_BYTES}
     if isinstance(config, GrpoConfig) and not config.replay:
-        tokens = batches * numbers["global_batch_size"] * (config.max_completion_tokens or 0)
+        tokens = batches * numbers["global_batch_size"] * most_sampled(config)
         parts["rollouts"] = tokens * _BYTES_PER_ROLLOUT_TOKEN
     return parts
 

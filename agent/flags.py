@@ -268,3 +268,10 @@ def tasks(parser: argparse.ArgumentParser) -> None:
         default="bubblewrap",
         help="where programs run: bubblewrap (default), container, container:podman, or process (no isolation)",
     )
+
+
+def rollouts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action", choices=("audit",), help="audit: match every sampled call with what the engine served"
+    )
+    parser.add_argument("run", metavar="RUN", help="run folder or run id")

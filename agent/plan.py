@@ -58,6 +58,9 @@ _PATHS = (
     "revision",
     "verifier",
     "replay",
+    "tasks",
+    "eval_tasks",
+    "harness_config",
 )  # their content counts, not their names
 _FEW_STEPS = 10
 
@@ -274,7 +277,12 @@ def _identity(
 def _content_of_grpo(config: RunConfig) -> dict[str, Any]:
     if not isinstance(config, GrpoConfig):
         return {}
-    return {"verifier": verifier_content(config.verifier), "replay": replay_digest(config.replay)}
+    return {
+        "verifier": verifier_content(config.verifier),
+        "replay": replay_digest(config.replay),
+        "has_agents": bool(config.tasks),
+        "harness_config": _content_of(config.harness_config),
+    }
 
 
 def _content(files: list[dict[str, Any]]) -> list[str]:

@@ -16,10 +16,12 @@ import yaml
 
 from agent.verifying import verifier_file
 from finetune.config import RunConfig
+from finetune.data.rows import TASKS
 from finetune.errors import FinetuneError, Problems
 from finetune.knobs import Knob, build, from_text, knobs
 from finetune.methods import METHODS, Method, method_named
 from finetune.parallel.profile import Profile, read_profile
+from finetune.rules import task_sources
 
 _PATH_LIKE = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jinja", ".py", ".yaml", ".yml", ".txt")
 _WEIGHT = re.compile(r":\d+(\.\d+)?$")
@@ -88,6 +90,7 @@ def understand(flags: dict[str, Any], cwd: Path) -> Request:
     profile = None
     for source, layer in (("user", flags), ("file", file_values)):
         _add(values, sources, source, _located(method, layer, cwd))
+    _add(values, sources, "tasks", _task_rows(values))
     if values.get("profile"):
         profile = _read_profile(values["profile"], problems)
         _add(values, sources, "profile", _profile_values(profile, values, problems))
@@ -185,6 +188,16 @@ def again(plan: dict[str, Any], changes: dict[str, Any], cwd: Path) -> Request:
     return request
 
 
+def _task_rows(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows that tasks are; a list that is none is refused later."""
+    found = {}
+    for tasks, data in (("tasks", "data"), ("eval_tasks", "eval_data")):
+        specs = values.get(tasks)
+        if isinstance(specs, list) and specs and all(isinstance(spec, str) for spec in specs):
+            found[data] = task_sources(specs)
+    return found
+
+
 def _read_profile(path: str, problems: list[FinetuneError]) -> Profile | None:
     try:
         return read_profile(path)
@@ -246,13 +259,13 @@ def _located(method: Method, values: dict[str, Any], cwd: Path) -> dict[str, Any
     for name in ("model", "domain", "chat_template"):
         if isinstance(values.get(name), str):
             located[name] = where(values[name], cwd)
-    for name in ("init_adapter", "profile", "replay"):
+    for name in ("init_adapter", "profile", "replay", "harness_program", "harness_config"):
         if isinstance(values.get(name), str):
             located[name] = absolute(values[name], cwd)
     if isinstance(values.get("out"), str) and values["out"] != "auto":
         located["out"] = absolute(values["out"], cwd)
-    for name in ("data", "eval_data"):
-        sources = from_text(items[name], values[name]) if name in values else None
+    for name in ("data", "eval_data", "tasks", "eval_tasks"):
+        sources = from_text(items[name], values[name]) if name in values and name in items else None
         if isinstance(sources, list):
             located[name] = [where(source, cwd) if isinstance(source, str) else source for source in sources]
     if isinstance(python := values.get("vllm_python"), str) and "/" in python:  # else a program on PATH
@@ -288,6 +301,8 @@ def where(text: str, cwd: Path) -> str:
     """
     if text.startswith("builtin:"):
         return text
+    if text.startswith(TASKS):
+        return TASKS + where(text.removeprefix(TASKS), cwd)
     path, weight = text, ""
     if (found := _WEIGHT.search(text)) and not os.path.exists(absolute(text, cwd)):
         path, weight = text[: found.start()], found.group()

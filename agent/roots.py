@@ -20,11 +20,12 @@ from agent.monitor import find_run
 from agent.plan import home, read_plan
 from agent.request import absolute, read_settings, where
 from agent.verifying import verifier_file
+from finetune.data.rows import TASKS
 from finetune.errors import FinetuneError, Problems
 
-_ALWAYS = ("init_adapter", "profile", "replay")
+_ALWAYS = ("init_adapter", "profile", "replay", "harness_program", "harness_config")
 _NAME_OR_PATH = ("model", "domain", "chat_template")
-_SOURCES = ("data", "eval_data")
+_SOURCES = ("data", "eval_data", "tasks", "eval_tasks")
 _WRITTEN = ("verifier_args", "vllm_args")  # name=value, where a value may be a path
 _OPTIONS = ("to", "adapter", "prompts", "out")  # of verbs themselves
 _BY_PLAN = ("resume", "evaluate", "generate", "export")  # verbs that work with the settings of a run's plan
@@ -188,6 +189,7 @@ def _texts(value: Any) -> list[str]:
 
 def _path_in(text: str, cwd: Path) -> str | None:
     """Return the path that a source names, without its weight; None for a name (builtin:..., a Hub id)."""
+    text = text.removeprefix(TASKS)
     found = where(text, cwd)
     if not os.path.isabs(found):
         if ".." not in text.split("/"):

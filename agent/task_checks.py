@@ -9,8 +9,9 @@ from agent.render import Answer
 from agent.request import absolute
 from agent.runner import Context
 from finetune.boxes.bubblewrap import open_box
+from finetune.data.task_files import BUILTIN
 from finetune.domains.task_checking import TaskCheck, check_tasks
-from finetune.domains.tasks import BUILTIN, load_tasks
+from finetune.domains.tasks import load_tasks
 from finetune.errors import FinetuneError
 
 

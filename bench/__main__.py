@@ -1,6 +1,6 @@
 """Measure this repository against trl on this machine, all parts or those that are named, and write bench.json.
 
-    python -m bench [sft] [grpo] [--pairs 3] [--sft-steps 9] [--grpo-steps 6]
+    python -m bench [PART ...] [--pairs 3] [--sft-steps 9] [--grpo-steps 6]
 
 See bench/sft.py and bench/grpo.py for what is measured, bench/report.py for the form of bench.json.
 """
@@ -12,12 +12,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.grpo import grpo
+from bench.grpo import grpo_memory, grpo_step, grpo_sync
 from bench.measure import ROOT
 from bench.report import replace_rows, written
 from bench.sft import sft
 
-PARTS = {"sft": sft, "grpo": grpo}
+PARTS = {"sft": sft, "grpo-step": grpo_step, "grpo-sync": grpo_sync, "grpo-memory": grpo_memory}
 
 
 def main(arguments: list[str]) -> int:
@@ -33,10 +33,10 @@ def main(arguments: list[str]) -> int:
         parser.error(
             "--grpo-steps: a steady step comes after the first, a steady sync after the second: 3 at least"
         )
-    steps = {"sft": asked.sft_steps, "grpo": asked.grpo_steps}
     for name in asked.parts or PARTS:
         with tempfile.TemporaryDirectory(prefix=f"finetune-bench-{name}-") as folder:
-            rows = PARTS[name](Path(folder), asked.pairs, steps[name])
+            steps = asked.sft_steps if name == "sft" else asked.grpo_steps
+            rows = PARTS[name](Path(folder), asked.pairs, steps)
         replace_rows(ROOT / "bench.json", rows)
         for row in rows:
             print(written(row), flush=True)

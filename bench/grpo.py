@@ -4,7 +4,7 @@ A step is everything between the ends of two: delivery of the weights and its pr
 sides make 64 completions of 16 tokens at most, of 8 prompts of builtin:arithmetic, from SmolLM2-135M in bf16. The reward
 differs within groups: groups of equal rewards, of which arithmetic makes many, cost ours no training and trl the full one.
 
-The rows:
+The rows, of the parts grpo-step, grpo-sync and grpo-memory:
     grpo-step-s           limit: the operations of sampling (each prompt read once) and of training / matrix rate
     grpo-tokens           mean tokens of a completion on both sides: that they did the same work
     grpo-adapter-sync-s   an adapter to the real engine, without its proof; grpo-adapter-proved-s: with it
@@ -34,12 +34,8 @@ MEMORY_SETTINGS = {
 }
 
 
-def grpo(folder: Path, pairs: int, steps: int) -> list[dict[str, Any]]:
-    """Return the rows of bench.json after `pairs` pairs of runs of `steps` steps, and what stands alone."""
-    few, many = (peak_gb(folder / f"memory{count}", count) for count in (FEW, MANY))
-    adapter_run = folder / "adapter-sync"
-    run_ours(adapter_run, max_steps=steps, sync="adapter")
-    syncs = later_syncs(adapter_run)
+def grpo_step(folder: Path, pairs: int, steps: int) -> list[dict[str, Any]]:
+    """Return the rows of a step after `pairs` pairs of runs of `steps` steps."""
     ours, peers = [], []
     for pair in range(pairs):
         ours.append(run_ours(folder / f"ours{pair}", max_steps=steps, sync="merged"))
@@ -49,15 +45,29 @@ def grpo(folder: Path, pairs: int, steps: int) -> list[dict[str, Any]]:
         [mean_length(folder / f"ours{pair}") for pair in range(pairs)],
         [statistics.mean(_json(folder / f"peer{pair}" / "lengths.json")) for pair in range(pairs)],
     ]
+    limit = least_seconds(folder / "ours0", ceiling_of(model_folder()))
     return [
-        row_of(
-            "grpo-step-s", "s", *seconds, limit=least_seconds(folder / "ours0", ceiling_of(model_folder()))
-        ),
+        row_of("grpo-step-s", "s", *seconds, limit=limit),
         row_of("grpo-tokens", "tokens", *lengths, limit=TOKENS),
+    ]
+
+
+def grpo_sync(folder: Path, pairs: int, steps: int) -> list[dict[str, Any]]:
+    """Return the rows of a delivery, over all but the first of `pairs` runs of `steps` steps."""
+    syncs = []
+    for run in (folder / f"run{number}" for number in range(pairs)):
+        run_ours(run, max_steps=steps, sync="adapter")
+        syncs += later_syncs(run)
+    return [
         lone_row("grpo-adapter-sync-s", "s", [line["sync_s"] for line in syncs]),
         lone_row("grpo-adapter-proved-s", "s", [line["sync_s"] + line["sync_proof_s"] for line in syncs]),
-        row_of("grpo-peak-memory", "GB", [many], [few]),
     ]
+
+
+def grpo_memory(folder: Path, pairs: int, steps: int) -> list[dict[str, Any]]:
+    """Return the row of the peak of memory; it needs no repetition."""
+    few, many = (peak_gb(folder / f"memory{count}", count) for count in (FEW, MANY))
+    return [row_of("grpo-peak-memory", "GB", [many], [few])]
 
 
 def ours_command(out: Path, **settings: object) -> list[str]:

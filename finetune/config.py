@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from finetune.agent_config import AgentConfig
 from finetune.knobs import knob
 
 
@@ -162,7 +163,7 @@ class SftConfig(RunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GrpoConfig(RunConfig):
+class GrpoConfig(AgentConfig, RunConfig):
     """Reinforcement learning with group-relative advantages, on completions that the policy itself samples."""
 
     data_format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"] = knob(

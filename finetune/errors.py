@@ -51,6 +51,7 @@ EXIT_CODES: dict[str, int] = {
     "bad_task": INPUT,
     "task_overlap": INPUT,
     "task_check_failed": INPUT,
+    "audit_failed": INPUT,
     # model, tokenizer, template
     "model_missing": INPUT,
     "unsafe_model": INPUT,

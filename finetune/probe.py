@@ -32,6 +32,7 @@ from finetune.data.prepare import (
     store_prepared,
 )
 from finetune.data.store import prepared_folder
+from finetune.domains.checking import SelfCheck
 from finetune.errors import FinetuneError, Problems, boundary
 from finetune.knobs import build
 from finetune.methods import method_named
@@ -45,7 +46,7 @@ from finetune.records import jsonable, to_json, write_atomically
 from finetune.rollout.engine import Sampling
 from finetune.rollout.local import generate
 from finetune.rules import steps_of
-from finetune.train.grpo_checks import check_verifiers
+from finetune.train.grpo_checks import check_agents, check_verifiers
 from finetune.train.held_out import HeldOut, evaluate_held_out
 from finetune.train.workload import largest_workload
 
@@ -81,7 +82,7 @@ def check_run(request: Request) -> Answer:
         check_head(policy)
     with found.collecting():
         prepared, folder, reused = _prepared(request, source, tokenizer)
-        checked = check_verifiers(config, prepared) if isinstance(config, GrpoConfig) else None
+        checked = _checked_rewards(config, prepared, tokenizer)
     if found.problems:
         raise Problems(found.problems)
     warnings = prepared.warnings + model_warnings(tokenizer, prepared.report["stop_token_ids"])
@@ -113,6 +114,16 @@ def check_run(request: Request) -> Answer:
             "engine_parts": _engine_parts(config, source),
         },
     }, warnings
+
+
+def _checked_rewards(config: RunConfig, prepared: Prepared, tokenizer: Any) -> SelfCheck | None:
+    """Check what gives the rewards of grpo; None where agents' tasks do, or nothing."""
+    if not isinstance(config, GrpoConfig):
+        return None
+    if not config.tasks:
+        return check_verifiers(config, prepared)
+    check_agents(config, tokenizer)
+    return None
 
 
 def _engine_parts(config: RunConfig, source: Source) -> dict[str, int]:

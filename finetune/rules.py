@@ -110,6 +110,11 @@ def longest_prompt(config: GrpoConfig) -> int:
     return (limits[0] or 0) - (limits[1] or 0)
 
 
+def most_sampled(config: GrpoConfig) -> int:
+    """Return the tokens that one rollout samples at most, over all answers of an agent."""
+    return (config.max_completion_tokens or 0) * (config.max_agent_steps if config.tasks else 1)
+
+
 def contradictions(config: RunConfig, set_by_user: set[str]) -> Iterator[FinetuneError]:
     """Yield what cannot be meant: settings of the user that contradict each other or that nothing would read."""
     yield from _arithmetic_faults(config)
@@ -168,6 +173,17 @@ def _grpo_without_effect(config: GrpoConfig) -> Iterator[tuple[str, str]]:
             "correction_floor",
             f"with correction {config.correction or 'by truncation'}, which has an upper bound alone",
         )
+    if config.tasks:
+        for name in _VERIFIER_SETTINGS:
+            yield name, "with tasks, whose own verifiers give the rewards"
+        yield "overlong_buffer", "with tasks: what limits an agent is its steps"
+        if config.eval_tasks:
+            for name in ("eval_fraction", "split_seed"):
+                yield name, "beside eval_tasks"
+    else:
+        for name in AGENT_SETTINGS:
+            yield name, "without tasks"
+    yield from _harness_without_effect(config)
     if config.replay:
         for name in (*_ENGINE_SETTINGS, "engine", "sync", "sync_retries"):
             yield name, "beside replay, which uses no engine"
@@ -177,6 +193,20 @@ def _grpo_without_effect(config: GrpoConfig) -> Iterator[tuple[str, str]]:
     elif config.vllm_url:
         for name in _OWN_SERVER_SETTINGS:
             yield name, "beside vllm_url, whose servers run already"
+
+
+def _harness_without_effect(config: GrpoConfig) -> Iterator[tuple[str, str]]:
+    readers = {
+        "harness_program": ("opencode", "mini", "command"),
+        "harness_command": ("command",),
+        "harness_agent": ("opencode",),
+        "harness_config": ("opencode", "mini"),
+        "harness_denied": ("opencode",),
+        "tool_timeout": ("loop", "mini"),
+    }
+    for name, harnesses in readers.items():
+        if config.harness not in harnesses:
+            yield name, f"with harness {config.harness}"
 
 
 def _conflicts(config: RunConfig, set_by_user: set[str]) -> Iterator[tuple[str, str]]:
@@ -205,6 +235,7 @@ def _conflicts(config: RunConfig, set_by_user: set[str]) -> Iterator[tuple[str, 
     if config.engine == "vllm" and not config.replay and not 0.01 <= config.temperature <= 2:
         text = f"temperature {config.temperature:g}: vLLM samples between 0.01 and 2 and would bend others in silence"
         yield "temperature", text
+    yield from _task_conflicts(config)
     limit = config.max_completion_tokens
     if limit is not None and config.overlong_buffer >= limit:
         text = f"overlong_buffer {config.overlong_buffer} leaves nothing of max_completion_tokens {limit}"
@@ -215,6 +246,29 @@ def _conflicts(config: RunConfig, set_by_user: set[str]) -> Iterator[tuple[str, 
     low, high = config.correction_floor, config.correction_cap
     if low is not None and high is not None and low >= high:
         yield "correction_floor", f"correction_floor {low} is not below correction_cap {high}"
+
+
+def _task_conflicts(config: GrpoConfig) -> Iterator[tuple[str, str]]:
+    if not config.tasks:
+        return
+    for ours, data in ((config.tasks, config.data), (config.eval_tasks, config.eval_data)):
+        if data and data != task_sources(ours):
+            yield (
+                "data",
+                "tasks are the data of a run: leave --data and --eval-data out, and give --eval-tasks",
+            )
+            return
+    if config.harness == "command" and not config.harness_command:
+        yield "harness_command", "harness command needs --harness-command: the program and its arguments"
+    if config.harness in ("opencode", "mini") and config.harness_program is None:
+        what = {"opencode": "opencode's executable", "mini": "the virtual environment of mini-swe-agent"}
+        text = f"harness {config.harness} needs --harness-program: {what[config.harness]}"
+        yield "harness_program", text
+
+
+def task_sources(specs: list[str]) -> list[str]:
+    """Return the sources of rows that tasks are."""
+    return [f"tasks:{spec}" for spec in specs]
 
 
 _SHORT_COMPLETION, _LONG_COMPLETION = 256, 2000  # tokens
@@ -243,6 +297,11 @@ def unsuited_correction(config: GrpoConfig) -> str | None:
 _OWN_SERVER_SETTINGS = (
     "rollout_gpus rollout_tp vllm_python vllm_args vllm_memory_fraction vllm_start_timeout".split()
 )
+AGENT_SETTINGS = (
+    "eval_tasks harness harness_program harness_command harness_agent harness_config harness_denied max_agent_steps"
+    " tool_timeout agents agent_retries box"
+).split()
+_VERIFIER_SETTINGS = "verifier verifier_args verifier_timeout verifier_workers on_verifier_error".split()
 _ENGINE_SETTINGS = [*_OWN_SERVER_SETTINGS, "vllm_url", "concurrency"]
 
 

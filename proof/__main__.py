@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from proof.agent_program import opencode_story
+from proof.agents import agent_mini, agent_opencode, loop_lift
 from proof.answers import quick_answers
 from proof.claims import Claim, NotHere, append
 from proof.equality import equality_smollm2
@@ -24,7 +25,7 @@ from proof.grpo_peer import grpo_peer
 from proof.kills import kills_parent, kills_rank0, kills_rank1
 from proof.learning import arithmetic_lift, gsm8k_loss, quickstart
 from proof.long_tests import long_tests
-from proof.measured import bench, grpo_bench
+from proof.measured import bench, grpo_memory, grpo_step, grpo_sync
 
 ROWS: dict[str, Callable[[Path], list[Claim]]] = {
     "quickstart": quickstart,
@@ -40,10 +41,15 @@ ROWS: dict[str, Callable[[Path], list[Claim]]] = {
     "kills-parent": kills_parent,
     "kills-rank0": kills_rank0,
     "kills-rank1": kills_rank1,
+    "agent-opencode": agent_opencode,
+    "agent-mini": agent_mini,
+    "loop-lift": loop_lift,
     "quick-answers": quick_answers,
     "opencode-story": opencode_story,
     "bench": bench,
-    "grpo-bench": grpo_bench,
+    "grpo-step": grpo_step,
+    "grpo-sync": grpo_sync,
+    "grpo-memory": grpo_memory,
 }
 
 

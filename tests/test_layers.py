@@ -13,17 +13,18 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("finetune", "agent")
 # A file may import any file that stands before it. A file that is not named here fails.
 ORDER = """
-finetune.errors finetune.records finetune.knobs finetune.config finetune.rules finetune.methods
+finetune.errors finetune.records finetune.knobs finetune.agent_config finetune.config finetune.rules finetune.methods
 finetune.boxes.entry finetune.boxes.watching finetune.boxes.launching finetune.boxes.process finetune.boxes.users
 finetune.boxes.container finetune.boxes.bubblewrap finetune.boxes.programs finetune.boxes.folders
-finetune.data.conversation finetune.data.arguments finetune.data.formats finetune.data.reasoning finetune.data.rows
+finetune.data.conversation finetune.data.arguments finetune.data.formats finetune.data.reasoning
+finetune.data.task_files finetune.data.rows
 finetune.data.template
 finetune.data.tokens finetune.data.chat finetune.data.split
 finetune.domains.base finetune.domains.text finetune.domains.math finetune.domains.reasoning finetune.domains.registry
 finetune.domains.prompts
 finetune.domains.python_tests finetune.domains.answers finetune.domains.judging finetune.domains.workers
 finetune.domains.verifiers finetune.domains.checking
-finetune.domains.task_files finetune.domains.task_judge finetune.domains.tasks finetune.domains.task_checking
+finetune.domains.task_judge finetune.domains.tasks finetune.domains.task_checking
 finetune.data.account finetune.data.store finetune.data.preparation finetune.data.prompts finetune.data.prepare
 finetune.data.batches finetune.data.prefixes
 finetune.parallel.world finetune.parallel.profile finetune.parallel.shard
@@ -33,26 +34,27 @@ finetune.model.optimizer finetune.model.checkpoint finetune.model.card finetune.
 finetune.rollout.engine finetune.rollout.local finetune.rollout.guard finetune.rollout.serverlog
 finetune.rollout.server finetune.rollout.answers finetune.rollout.control finetune.rollout.slots finetune.rollout.vllm
 finetune.rollout.weights finetune.rollout.versions finetune.rollout.canary finetune.rollout.proving
-finetune.rollout.sync finetune.rollout.fleet finetune.rollout.ledger
+finetune.rollout.sync finetune.rollout.fleet finetune.rollout.ledger finetune.rollout.served
 finetune.rollout.toolcalls finetune.rollout.fitting finetune.rollout.transcript finetune.rollout.sampling_pool
 finetune.rollout.wire finetune.rollout.calls finetune.rollout.endpoint finetune.rollout.bridge
 finetune.rollout.harness_program finetune.rollout.harness_loop finetune.rollout.harness_mini
 finetune.rollout.harness_opencode finetune.rollout.harness
 finetune.train.metrics finetune.train.corrections finetune.train.losses finetune.train.advantages
 finetune.train.evaluate finetune.train.held_out finetune.train.step finetune.train.result
-finetune.train.rollouts finetune.train.policy_step finetune.train.delivery finetune.train.source
+finetune.train.segments finetune.train.sampling finetune.train.agents finetune.train.rollouts
+finetune.train.policy_step finetune.train.delivery finetune.train.source
 finetune.train.sft finetune.train.grpo finetune.train.grpo_checks finetune.train.workload
 finetune.probe finetune.rank finetune.launch
 agent.environment agent.detaching agent.processes agent.system agent.folder agent.states agent.tracebacks
 agent.hints agent.manifest agent.verifying
 agent.request agent.preflight agent.engines agent.decisions agent.speed agent.estimates agent.checks
 agent.plan agent.health agent.monitor agent.render agent.console
-agent.report.reading agent.report.curves agent.report.rollouts agent.report.figures agent.report.tables
+agent.report.reading agent.report.curves agent.report.conversations agent.report.rollouts agent.report.figures agent.report.tables
 agent.report.page agent.report.picture agent.report.writing
 agent.probing agent.budgets agent.attempt
 agent.words agent.standing agent.runner agent.supervisor agent.handles agent.control agent.jobs agent.trial
 agent.symptoms agent.doctor
-agent.explaining agent.verbs agent.skills agent.serving agent.task_checks
+agent.explaining agent.verbs agent.skills agent.serving agent.task_checks agent.auditing
 agent.flags agent.commands agent.cli agent.roots agent.toolset agent.tools
 agent.mcp
 """.split()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.environment import scrub_text
+from agent.report.conversations import work_of
 
 MOST_BYTES = 6_000_000  # of all rollouts in a report
 _LARGEST_SHARE = (
@@ -146,8 +147,13 @@ class _Shown:
         sampled = _numbers(item.get("logprobs"), len(ids))
         ratios = _ratios(_numbers(trainer, len(ids)), sampled)
         kept = [*range(_HEAD), *range(len(ids) - _TAIL, len(ids))] if len(ids) > _HEAD + _TAIL else None
-        written = self._written(ids, kept)
+        written = self.written(ids, kept)
+        work = None
+        if item.get("calls"):
+            work = self._work(item, trainer)
+            ids, ratios = _sampled_ids(item), work.pop("ratios")
         return {
+            "work": work,
             "id": item.get("id"),
             "group": item.get("group"),
             "sample": item.get("sample"),
@@ -171,6 +177,19 @@ class _Shown:
             "is_masked": written is None and bool(self.tokens),
         }
 
+    def _work(self, item: dict[str, Any], trainer: Any) -> dict[str, Any]:
+        """Return the work of an agent, its logs masked, with the ratios of all its tokens and of each part's."""
+        known = trainer if isinstance(trainer, list) else None
+        work = work_of(item, known, lambda ids: self.written(ids, None))
+        every: list[float] = []
+        for span in (span for segment in work["segments"] for span in segment["spans"]):
+            own = _ratios(span.pop("trainer"), span["logps"])
+            every += own or []
+            span["ratios"] = _picked(own, None, 4)
+        for name in ("log", "verifier_log"):
+            work[name] = scrub_text(work[name], list(self.secrets))
+        return work | {"ratios": every or None}
+
     def _prompt(self, ids: list[Any]) -> int:
         key = tuple(one for one in ids if isinstance(one, int))
         if key not in self._prompt_of:
@@ -178,12 +197,12 @@ class _Shown:
             self._prompt_of[key] = len(self.prompts)
             left_out = len(key) - _MOST_PROMPT if kept else 0
             self.prompts.append(
-                {"tokens": self._written(key, kept), "num_tokens": len(key), "left_out": left_out}
+                {"tokens": self.written(key, kept), "num_tokens": len(key), "left_out": left_out}
             )
             self._size += 6 * min(len(key), _MOST_PROMPT)
         return self._prompt_of[key]
 
-    def _written(self, ids: Sequence[int], kept: Iterable[int] | None) -> list[int] | None:
+    def written(self, ids: Sequence[int], kept: Iterable[int] | None) -> list[int] | None:
         """Return the tokens by the places of their texts; None where texts are not known or spell a secret."""
         if not self.tokens and ids:
             return None
@@ -205,6 +224,10 @@ class _Shown:
         """Return the bytes that texts and prompts have gained since the last look."""
         size, self._size = self._size, 0
         return size
+
+
+def _sampled_ids(item: dict[str, Any]) -> list[int]:
+    return [one for call in item["calls"] for one in call.get("completion_ids") or []]
 
 
 def pieces(ids: Sequence[int], tokens: dict[str, Any]) -> list[str]:

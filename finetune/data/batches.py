@@ -57,20 +57,26 @@ def input_length(example: Example) -> int:
     return max(index for index, weight in enumerate(example.weights) if weight > 0)
 
 
-def rank_microbatches(lengths: dict[int, int], budget: Budget, num_ranks: int) -> list[list[Microbatch]]:
+def rank_microbatches(
+    lengths: dict[int, int], budget: Budget, num_ranks: int, together: Sequence[int] | None = None
+) -> list[list[Microbatch]]:
     """Return the forwards of every rank for one step's rows (row -> length); all ranks get equally many.
 
     Rows go to the rank with the fewest tokens so far, the longest first; a rank that has fewer forwards than another
-    repeats a short row at scale 0.
+    repeats a short row at scale 0. together: a number for each row; rows of equal numbers go to one rank.
     """
     by_length = sorted(lengths, key=lambda row: (-lengths[row], row))
+    units: dict[int, list[int]] = {}
+    for row in by_length:
+        units.setdefault(row if together is None else together[row], []).append(row)
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for row in by_length:
+    for unit in sorted(units.values(), key=lambda rows: -sum(lengths[row] for row in rows)):
         rank = loads.index(min(loads))
-        shares[rank].append(row)
-        loads[rank] += lengths[row]
-    forwards = [_balanced(share, lengths, budget) for share in shares]
+        shares[rank] += unit
+        loads[rank] += sum(lengths[row] for row in unit)
+    in_order = [sorted(share, key=lambda row: (-lengths[row], row)) for share in shares]
+    forwards = [_balanced(share, lengths, budget) for share in in_order]
     most = max(len(own) for own in forwards)
     filler = Microbatch(((by_length[-1],),), scale=0.0)
     return [own + [filler] * (most - len(own)) for own in forwards]
@@ -184,11 +190,19 @@ def collate(microbatch: Microbatch, examples: Sequence[Example]) -> Batch:
 
 
 def rank_batches(
-    rows: Sequence[int], examples: Sequence[Example], budget: Budget, rank: int, num_ranks: int
+    rows: Sequence[int],
+    examples: Sequence[Example],
+    budget: Budget,
+    rank: int,
+    num_ranks: int,
+    together: Sequence[int] | None = None,
 ) -> tuple[list[Batch], float]:
-    """Return one rank's microbatches of a step's rows, and the sum of weights over the rows of all ranks."""
+    """Return one rank's microbatches of a step's rows, and the sum of weights over the rows of all ranks.
+
+    together: as in rank_microbatches.
+    """
     lengths = {row: input_length(examples[row]) for row in rows}
-    own = rank_microbatches(lengths, budget, num_ranks)[rank]
+    own = rank_microbatches(lengths, budget, num_ranks, together)[rank]
     return [collate(microbatch, examples) for microbatch in own], math.fsum(
         sum(examples[row].weights) for row in rows
     )

@@ -1,4 +1,4 @@
-"""What --data names -> rows: files, folders, Hub ids and the builtin rows, with weights and renamed columns.
+"""What --data names -> rows: files, folders, Hub ids, tasks and the builtin rows, with weights and renamed columns.
 
 Rule: the same sources give the same rows in the same order, on every rank and wherever the files lie; the digest of
 a file is of the very bytes that were parsed.
@@ -21,10 +21,12 @@ from urllib.parse import parse_qsl
 from finetune.data.arguments import column_names
 from finetune.data.formats import READERS, Faults, numbered, reader_of
 from finetune.data.reasoning import PREFIX, eval_side, is_reasoning, puzzles_of, reasoning_rows
+from finetune.data.task_files import read_task, task_folders
 from finetune.errors import FinetuneError, Problems, boundary
 from finetune.knobs import unknown_name
 from finetune.records import Row
 
+TASKS = "tasks:"  # before a spec of tasks (rules.task_sources): each is a row that asks its prompt
 ARITHMETIC = "builtin:arithmetic"
 ARITHMETIC_EVAL = "builtin:arithmetic:eval"
 ARITHMETIC_SIZES = {ARITHMETIC: 1600, ARITHMETIC_EVAL: 500}
@@ -189,6 +191,8 @@ def _resolved(sources: Sequence[str]) -> list[_Source]:
 
 def _resolve(entry: str) -> _Source:
     name, weight = _split_weight(entry)
+    if name.startswith(TASKS):
+        return _Source(list(map(str, task_folders(name.removeprefix(TASKS)))), weight, _read_task)
     if name.startswith("builtin:"):
         if is_reasoning(name):
             puzzles_of(name)  # raises where the name is none
@@ -278,6 +282,15 @@ def _read_arithmetic(name: str, faults: Faults) -> tuple[list[Row], DataFile]:
 
 def _read_reasoning(name: str, faults: Faults) -> tuple[list[Row], DataFile]:
     return _made_rows(name, [Row(values, name, line) for line, values in enumerate(reasoning_rows(name), 1)])
+
+
+def _read_task(folder: str, faults: Faults) -> tuple[list[Row], DataFile]:
+    task = read_task(Path(folder))
+    if isinstance(task, list):
+        raise Problems(task)
+    path = str(task.folder / "task.md")
+    row = Row({"prompt": task.prompt, "task": task.folder.name, "folder": folder}, path, 1)
+    return [row], DataFile(path, task.digest, len(task.prompt.encode()), 1)
 
 
 def _read_hub(source: str, faults: Faults) -> tuple[list[Row], DataFile]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from finetune.boxes.folders import make_folder, sealed_copy
 from finetune.boxes.launching import Limits
 from finetune.boxes.process import Box, new_workspace
-from finetune.domains.task_files import hidden_files
+from finetune.data.task_files import hidden_files
 from finetune.domains.tasks import Task, TaskScore, prepare_workspace, verify
 from finetune.errors import FinetuneError
 

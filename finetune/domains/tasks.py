@@ -17,11 +17,9 @@ from finetune.boxes.bubblewrap import open_box
 from finetune.boxes.folders import TooLarge, lay_over, make_folder, sealed_copy
 from finetune.boxes.launching import BoxResult, Limits
 from finetune.boxes.process import Box, new_workspace
-from finetune.domains.task_files import SETUP, Program, TaskFile, read_task
+from finetune.data.task_files import SETUP, Program, TaskFile, read_task, task_folders
 from finetune.errors import FinetuneError, Problems
 
-BUILTIN = "builtin:"
-DESK = Path(__file__).with_name("desk")
 _JUDGE = Path(__file__).with_name("task_judge.py")
 _LOG_BYTES = 20_000
 # No module of the workspace is imported by a verifier's Python in place of one of Python's own.
@@ -77,7 +75,7 @@ def load_tasks(spec: str) -> list[Task]:
     """
     found: list[Task] = []
     errors: list[FinetuneError] = []
-    for folder in _folders(spec):
+    for folder in task_folders(spec):
         read = read_task(folder)
         if isinstance(read, list):
             errors += read
@@ -92,27 +90,6 @@ def load_tasks(spec: str) -> list[Task]:
     if errors:
         raise Problems(errors)
     return found
-
-
-def _folders(spec: str, list_folder: Path | None = None) -> list[Path]:
-    path = Path(list_folder or Path.cwd(), Path(spec).expanduser())
-    if spec.startswith(BUILTIN):
-        name = spec.removeprefix(BUILTIN)
-        path = DESK if name == "desk" else DESK / name.removeprefix("desk/")
-        if not name.startswith("desk") or not path.is_dir():
-            there = ", ".join(sorted(item.name for item in DESK.iterdir()))
-            raise FinetuneError("file_missing", f"tasks: there is no {spec}; builtin:desk holds {there}")
-    if path.is_file() and list_folder is None:
-        lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        found = [folder for line in lines if line for folder in _folders(line, path.parent)]
-    elif (path / "task.md").exists():
-        found = [path]
-    else:
-        found = sorted(item.parent for item in path.glob("*/task.md"))
-    if not found:
-        text = f"tasks: {path} holds no task: a folder with task.md, or a folder of such folders"
-        raise FinetuneError("file_missing", text, file=str(path))
-    return [folder.resolve() for folder in found]
 
 
 def _task(file: TaskFile) -> Task:

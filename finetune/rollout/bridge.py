@@ -24,9 +24,10 @@ from typing import Any, TypeVar
 from finetune.data.chat import ChatFormat
 from finetune.data.conversation import Message
 from finetune.errors import FinetuneError
-from finetune.rollout.calls import REFUSED, CallLimits, CallRecord, ModelCall, Purpose, RolloutCalls, call_id
+from finetune.rollout.calls import CallLimits, ModelCall, RolloutCalls, call_id
 from finetune.rollout.endpoint import MOST_CONNECTIONS, ClientLeft, Endpoint, HttpRequest, Reply
 from finetune.rollout.engine import Completion, Engine, Fault
+from finetune.rollout.ledger import REFUSED, CallRecord, Purpose
 from finetune.rollout.sampling_pool import SamplingPool
 from finetune.rollout.toolcalls import parse_tool_calls
 from finetune.rollout.transcript import Transcript

@@ -11,60 +11,24 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from finetune.data.conversation import Message, Tools
 from finetune.errors import FinetuneError
 from finetune.rollout.engine import Call, Completion, Fault, Sampling
 from finetune.rollout.fitting import fit_messages
-from finetune.rollout.transcript import Transcript
-
-Purpose = Literal["policy", "helper"]
-# While a rollout runs a call is PENDING, then ANSWERED; its end decides between used and unused.
-PENDING, ANSWERED, USED, UNUSED, ABORTED, REFUSED = (
-    "pending",
-    "answered",
-    "used",
-    "unused",
-    "aborted",
-    "refused",
+from finetune.rollout.ledger import (
+    ABORTED,
+    ANSWERED,
+    PENDING,
+    REFUSED,
+    UNUSED,
+    USED,
+    CallRecord,
+    Purpose,
 )
-
-
-@dataclass
-class CallRecord:
-    """One model call of a rollout.
-
-    index: its place in the order of arrival. attempt: from 1, of equal requests. digest: of messages and tools.
-    sampling: temperature, max_new_tokens and seed as sampled; asked: parameters of the request that differ and were not
-    followed. fitted: the tool outputs that were cut. parent: the call whose answer the messages go on from.
-    history: how the prompt came about: "extended" (the ids of call `extends` and more), else rendered afresh: "first"
-    (no answer in it), "rewritten" (it continues no earlier call), "tools" (other tools), "fitted" (the continuation was
-    too long), "template" (which cannot be continued).
-    status: used, unused, aborted (the client went away), refused, server, protocol.
-    """
-
-    rollout: str
-    index: int
-    purpose: Purpose
-    attempt: int
-    digest: str
-    prompt_ids: list[int] = field(default_factory=list)
-    completion_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    version: str | None = None
-    stopped: bool = False
-    sampling: dict[str, Any] = field(default_factory=dict)
-    asked: dict[str, Any] = field(default_factory=dict)
-    fitted: list[dict[str, Any]] = field(default_factory=list)
-    history: str = "first"
-    extends: int | None = None
-    parent: int | None = None
-    status: str = PENDING
-    error: str | None = None
-    answer: Message | None = None
-    seconds: float = 0.0
+from finetune.rollout.transcript import Transcript
 
 
 @dataclass(frozen=True)

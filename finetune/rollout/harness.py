@@ -41,11 +41,16 @@ class CommandHarness:
     name: str = "command"
     helper_prompts: tuple[str, ...] = ()
 
+    def check(self) -> None:
+        if not self.settings.command:
+            raise FinetuneError("bad_value", "the harness command needs the command", setting="harness")
+        if self.settings.program is not None:
+            needed_path(self.settings.program, "the program of the harness command")
+
     def run(
         self, task_prompt: str, workspace: Path, session: Session, box: Box, limits: Limits
     ) -> HarnessOutcome:
-        if not self.settings.command:
-            raise FinetuneError("bad_value", "the harness command needs the command", setting="harness")
+        self.check()
         environment = endpoint_environment(session) | {
             "TASK_PROMPT": task_prompt,
             "MAX_STEPS": str(self.settings.max_steps),

@@ -55,6 +55,9 @@ class LoopHarness:
     name: str = "loop"
     helper_prompts: tuple[str, ...] = ()
 
+    def check(self) -> None:
+        """Nothing of ours can be missing."""
+
     def run(
         self, task_prompt: str, workspace: Path, session: Session, box: Box, limits: Limits
     ) -> HarnessOutcome:

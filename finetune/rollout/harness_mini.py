@@ -49,6 +49,11 @@ class MiniHarness:
     name: str = "mini"
     helper_prompts: tuple[str, ...] = ()
 
+    def check(self) -> None:
+        _packages(needed_path(self.settings.program, "mini-swe-agent"))
+        if self.settings.config is not None:
+            needed_path(self.settings.config, "the settings of mini-swe-agent")
+
     def run(
         self, task_prompt: str, workspace: Path, session: Session, box: Box, limits: Limits
     ) -> HarnessOutcome:

@@ -63,6 +63,10 @@ class OpencodeHarness:
         r"^Summarize what was done in this conversation\b",
     )
 
+    def check(self) -> None:
+        needed_path(self.settings.program, "opencode")
+        self._own_config()
+
     def run(
         self, task_prompt: str, workspace: Path, session: Session, box: Box, limits: Limits
     ) -> HarnessOutcome:

@@ -64,6 +64,10 @@ class Harness(Protocol):
     @property
     def helper_prompts(self) -> tuple[str, ...]: ...
 
+    def check(self) -> None:
+        """Raise missing_package or bad_value where what the settings name is not there."""
+        ...
+
     def run(
         self, task_prompt: str, workspace: Path, session: Session, box: Box, limits: Limits
     ) -> HarnessOutcome:

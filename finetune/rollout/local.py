@@ -11,15 +11,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from finetune.errors import FinetuneError
-from finetune.rollout.engine import Call, Completion, Fault, Sampling
+from finetune.rollout.engine import BASE_VERSION, Call, Completion, Engine, Fault, Sampling
 
 BATCH_TOKENS = 8192
 
@@ -213,18 +215,59 @@ def _shared_prefix(prompts: list[list[int]]) -> list[int]:
 
 
 class LocalEngine:
-    """An engine in this process: `model` answers with the weights that it holds at the moment, known as `version`."""
+    """An engine in this process: `model` answers with the weights that it holds at the moment, known as `version`.
 
-    def __init__(self, model: PreTrainedModel, version: str, beat: Callable[[], None] = lambda: None) -> None:
+    bare: makes the model its untouched base meanwhile; None where it has no adapter to leave out. Any thread may call.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        version: str,
+        beat: Callable[[], None] = lambda: None,
+        bare: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+    ) -> None:
         self.model = model
         self.version = version
         self.beat = beat
+        self._bare = bare
+        self._lock = threading.Lock()  # the base is the same model for a moment
+
+    @property
+    def base(self) -> Engine | None:
+        """An engine that answers as the untouched base, whatever this one holds; None where that cannot be."""
+        return None if self._bare is None else _BareEngine(self, self._bare)
 
     def sample(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Completion | Fault]]:
+        with self._lock:
+            return self.answers(calls, sampling, self.version)
+
+    def answers(
+        self, calls: Sequence[Call], sampling: Sampling, version: str
+    ) -> list[list[Completion | Fault]]:
         prompts = [call.prompt_ids for call in calls for _ in range(call.count)]
         seeds = [call.seed + place for call in calls for place in range(call.count)]
         found = iter(generate(self.model, prompts, sampling, seeds, beat=self.beat))
-        return [[replace(next(found), version=self.version) for _ in range(call.count)] for call in calls]
+        return [[replace(next(found), version=version) for _ in range(call.count)] for call in calls]
+
+    @property
+    def lock(self) -> threading.Lock:
+        return self._lock
 
     def close(self) -> None:
         """Nothing to leave behind."""
+
+
+@dataclass(frozen=True)
+class _BareEngine:
+    """The engine without its adapter."""
+
+    engine: LocalEngine
+    bare: Callable[[], contextlib.AbstractContextManager[Any]]
+
+    def sample(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Completion | Fault]]:
+        with self.engine.lock, self.bare():
+            return self.engine.answers(calls, sampling, BASE_VERSION)
+
+    def close(self) -> None:
+        """The engine is another's."""

@@ -116,8 +116,14 @@ class VllmEngine:
         Call i goes to server i modulo their number. Raises FinetuneError: too_long, bad_value (a temperature that vLLM
         would bend or refuse), and what a restart or on_restart raises.
         """
+        return self.answers(calls, sampling, *self._active)
+
+    def answers(
+        self, calls: Sequence[Call], sampling: Sampling, version: str, model: str
+    ) -> list[list[Completion | Fault]]:
+        """As sample(), of a version and by the name that servers know it by."""
         self._check(calls, sampling)
-        return self._run(self._sample(calls, sampling, *self._active))
+        return self._run(self._sample(calls, sampling, version, model))
 
     def _check(self, calls: Sequence[Call], sampling: Sampling) -> None:
         if sampling.temperature and not LEAST_TEMPERATURE <= sampling.temperature <= MOST_TEMPERATURE:

@@ -20,7 +20,7 @@ from finetune.model.policy import Policy, adapter_files, build_policy, copy_tens
 from finetune.parallel.shard import measured_kind
 from finetune.records import Example
 from finetune.rollout.canary import Canary
-from finetune.rollout.engine import BASE_VERSION, Engine
+from finetune.rollout.engine import BASE_VERSION, Call, Completion, Engine, Fault, Sampling
 from finetune.rollout.local import LocalEngine
 from finetune.rollout.sync import Syncer, SyncReport
 from finetune.rollout.versions import Version, adapter_version, base_version, whole_version
@@ -46,6 +46,11 @@ class Deliverer(Protocol):
 
     @property
     def engine(self) -> Engine: ...
+
+    @property
+    def base(self) -> Engine | None:
+        """An engine of the untouched base, beside the policy's; None where the weights of the base are not kept."""
+        ...
 
     def deliver(self, version: PolicyVersion, canary: Canary) -> dict[str, Any]: ...
 
@@ -90,9 +95,11 @@ class LocalDelivery:
         if measured_kind(training.module) == "fsdp2" or config.max_staleness:
             self._copy = build_policy(training.config, training.job.source).to(training.world.device)
         policy = self._copy or training.policy
+        bare = (lambda: policy.adapter_scaled(0.0)) if policy.is_adapted else None
         self.engine: LocalEngine = LocalEngine(
-            policy.generator, BASE_VERSION, lambda: training.beat("sampling")
+            policy.generator, BASE_VERSION, lambda: training.beat("sampling"), bare
         )
+        self.base = self.engine.base
 
     def deliver(self, version: PolicyVersion, canary: Canary) -> dict[str, Any]:
         if self._copy is not None:
@@ -101,12 +108,29 @@ class LocalDelivery:
         return {"sync_method": "copied", "sync_version": version.name}
 
 
+@dataclass(frozen=True)
+class BaseEngine:
+    """The untouched base of servers that hold adapters beside it; of no use where weights are reloaded."""
+
+    engine: VllmEngine
+
+    def sample(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Completion | Fault]]:
+        return self.engine.answers(calls, sampling, BASE_VERSION, BASE_VERSION)
+
+    def close(self) -> None:
+        """The servers are another's."""
+
+
 class FleetDelivery:
     """vLLM servers: each version goes to all of them through the syncer, the base first."""
 
     def __init__(self, training: Training, engine: VllmEngine, syncer: Syncer) -> None:
         self.training = training
+        config = training.config
+        assert isinstance(config, GrpoConfig), "only grpo samples"
         self.engine: Engine = engine
+        # Merged weights are reloaded over those of the base.
+        self.base: Engine | None = BaseEngine(engine) if config.sync == "adapter" else None
         self._revive = engine.revive
         self._syncer = syncer
         self._met_base = False

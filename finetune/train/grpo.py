@@ -25,11 +25,13 @@ from finetune.records import EvalResult, Journal, StopFlag, TrainResult, jsonabl
 from finetune.rollout.fleet import Fleet, start_fleet
 from finetune.rollout.ledger import ROLLOUTS, RolloutFiles, account
 from finetune.rules import steps_of
+from finetune.train.agents import AgentSampler, tool_chat
 from finetune.train.delivery import Deliverer, FleetDelivery, LocalDelivery
 from finetune.train.metrics import Stopwatch
 from finetune.train.policy_step import BatchTraining
 from finetune.train.result import training_result
 from finetune.train.rollouts import Maker
+from finetune.train.sampling import CompletionSampler, Sampler
 from finetune.train.source import LiveSource, ReplaySource, Source
 from finetune.train.step import Job, Training, log_step, save_checkpoint, start_training, write_final
 
@@ -76,21 +78,28 @@ def _source(
     maker = deliverer = None
     if training.world.rank == 0:
         deliverer = _deliverer(training, fleet)
-        verifiers = open_verifiers(
-            config.verifier,
-            config.verifier_args,
-            domain_of(config),
-            config.verifier_timeout,
-            config.verifier_workers,
-        )
-        stack.enter_context(verifiers)
         tokenizer = load_tokenizer(training.job.source)
-        maker = Maker(
-            config, prepared, deliverer.engine, verifiers, tokenizer, prepared.report["stop_token_ids"]
-        )
+        sampler = _sampler(training, prepared, tokenizer, stack)
+        maker = Maker(config, prepared, deliverer.engine, sampler, tokenizer, deliverer.base)
     source = LiveSource(training, prepared, maker, deliverer)
     stack.callback(source.close)
     return source
+
+
+def _sampler(training: Training, prepared: Prepared, tokenizer: Any, stack: contextlib.ExitStack) -> Sampler:
+    config = training.config
+    assert isinstance(config, GrpoConfig), "the method says so"
+    if config.tasks:
+        return AgentSampler(config, tool_chat(config, tokenizer), lambda: training.beat("agents at work"))
+    verifiers = open_verifiers(
+        config.verifier,
+        config.verifier_args,
+        domain_of(config),
+        config.verifier_timeout,
+        config.verifier_workers,
+    )
+    stack.enter_context(verifiers)
+    return CompletionSampler(config, verifiers, tokenizer, prepared.report["stop_token_ids"])
 
 
 def _start_engines(job: Job, world: World, stack: contextlib.ExitStack) -> Fleet | None:

@@ -1,6 +1,6 @@
 """One batch of rollouts -> optimizer steps: old log-probs and reference without gradients, then pass by pass.
 
-Every rank calls this with the same rollouts and trains its share. Tensors: N target of a microbatch.
+Every rank calls this with the same rollouts and trains its share. Tensors: N target of a microbatch, S segment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from finetune.train.losses import (
     rollout_sums,
     step_totals,
 )
-from finetune.train.rollouts import training_examples
+from finetune.train.segments import batch_segments, segment_examples, tokens_per_rollout
 from finetune.train.step import StepFacts, Training, skip_step, take_step
 
 
@@ -56,12 +56,12 @@ class BatchTraining:
         self.training, self.rollouts, self.config = training, rollouts, config
         self.reference = reference
         self.settings = loss_settings(config)
-        device = training.world.device
+        self.segments = batch_segments(rollouts)
         self.totals = step_totals(
             [rollout.advantage for rollout in rollouts],
-            [len(rollout.completion_ids) for rollout in rollouts],
+            tokens_per_rollout(self.segments, len(rollouts)),
             [rollout.is_trained for rollout in rollouts],
-            device,
+            training.world.device,
         )
         self.pieces = self._pieces()
 
@@ -69,26 +69,39 @@ class BatchTraining:
         """Return this rank's microbatches. Without a KL a rollout of advantage 0 has no gradient and needs no forward."""
         wanted = [
             place
-            for place, rollout in enumerate(self.rollouts)
-            if rollout.is_trained and rollout.completion_ids and (self.config.beta or rollout.advantage)
+            for place, segment in enumerate(self.segments)
+            if self.config.beta or self.rollouts[segment.rollout].advantage
         ]
         if not wanted:
             return []
-        world = self.training.world
-        budget = Budget(forward_tokens(self.config), rows_per_forward(self.config))
-        examples = training_examples(self.rollouts)
-        if self.training.policy.takes_masks:
-            batches = bundle_batches(wanted, examples, budget, world.rank, world.size)
-        else:
-            batches, _ = rank_batches(wanted, examples, budget, world.rank, world.size)
-        sampled = [torch.tensor(rollout.logprobs) for rollout in self.rollouts]
+        device = self.training.world.device
+        rollout_S = torch.tensor([segment.rollout for segment in self.segments])
+        sampled = [torch.tensor(segment.logprobs) for segment in self.segments]
         pieces = []
-        for batch in batches:
-            on_device = batch.to(world.device)
+        for batch in self._batches(wanted):
+            on_device = batch.to(device)
             values_N = torch.cat([sampled[row] for row in batch.row_N.unique_consecutive().tolist()])
             mask_N = (on_device.weights_N > 0).float()
-            pieces.append(Piece(batch, Tokens(values_N.to(world.device), mask_N, on_device.row_N)))
+            rollout_N = rollout_S[batch.row_N].to(device)
+            pieces.append(Piece(batch, Tokens(values_N.to(device), mask_N, rollout_N)))
         return pieces
+
+    def _batches(self, wanted: Sequence[int]) -> list[Batch]:
+        """Return this rank's microbatches of segments, equally many on every rank; row_N is the segment of each target.
+
+        All segments of a rollout are on one rank. Of agents one segment goes at a time, unless the user set the rows or
+        tokens of a forward: its graph is gone before the next.
+        """
+        config, world = self.config, self.training.world
+        examples = segment_examples(self.segments, self.rollouts)
+        budget = Budget(forward_tokens(config), rows_per_forward(config))
+        if any(rollout.calls for rollout in self.rollouts):
+            together = [segment.rollout for segment in self.segments]
+            alone = replace(budget, rows=budget.rows or 1)
+            return rank_batches(wanted, examples, alone, world.rank, world.size, together)[0]
+        if self.training.policy.takes_masks:
+            return bundle_batches(wanted, examples, budget, world.rank, world.size)
+        return rank_batches(wanted, examples, budget, world.rank, world.size)[0]
 
     @property
     def has_signal(self) -> bool:
@@ -129,19 +142,23 @@ class BatchTraining:
             yield first + number, facts, self._metrics(stats, entropies)
 
     def trainer_logps(self) -> dict[str, list[float]]:
-        """Return the log-probs of all ranks' tokens as training on the batch began, by rollout; all ranks take part.
+        """Return the log-probs of all ranks' tokens as training on the batch began, by rollout, segment by segment.
 
+        All ranks take part.
         A rollout without a forward, as one of advantage 0 without a KL, has none.
         """
         own: list[tuple[Tensor, Tensor]] = []
         for piece in self.pieces:
             if piece.first_N is not None:
                 is_trained_N = piece.tokens.mask_N > 0
-                own.append((piece.tokens.rollout_N[is_trained_N].cpu(), piece.first_N[is_trained_N].cpu()))
+                own.append((piece.batch.row_N[is_trained_N.cpu()], piece.first_N[is_trained_N].cpu()))
+        known: dict[int, list[float]] = {}
+        for segment_N, logps_N in itertools.chain(*self.training.world.gather(own)):
+            for place in segment_N.unique().tolist():
+                known[place] = logps_N[segment_N == place].tolist()
         found: dict[str, list[float]] = {}
-        for rollout_N, logps_N in itertools.chain(*self.training.world.gather(own)):
-            for place in rollout_N.unique().tolist():
-                found[self.rollouts[place].id] = logps_N[rollout_N == place].tolist()
+        for place in sorted(known):
+            found.setdefault(self.rollouts[self.segments[place].rollout].id, []).extend(known[place])
         return found
 
     def _before(self) -> None:

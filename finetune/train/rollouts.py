@@ -7,7 +7,7 @@ or could not be scored is in the file with its reason, and in no statistics.
 from __future__ import annotations
 
 import hashlib
-import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,18 +16,17 @@ from finetune.config import GrpoConfig
 from finetune.data.batches import epoch_order, step_rows
 from finetune.data.prepare import Prepared
 from finetune.data.tokens import token_texts
-from finetune.domains.prompts import ASKING
-from finetune.domains.verifiers import Answer, Reward, VerifierSet
 from finetune.errors import FinetuneError
-from finetune.records import Example, Row
-from finetune.rollout.engine import Call, Completion, Engine, Fault, Sampling
-from finetune.rollout.ledger import SCORED, Rollout, RolloutBatch
+from finetune.records import Example
+from finetune.rollout.engine import Engine
+from finetune.rollout.ledger import SCORED, CallRecord, Rollout, RolloutBatch
+from finetune.rollout.served import ServedEngine
 from finetune.rules import prompts_per_batch
 from finetune.train.advantages import Advantages, group_advantages, overlong_penalty
+from finetune.train.sampling import FAILURES, Sampler
 
-# Why a rollout is not trained, besides what verifiers say (unscorable, error, timeout, invalid).
+# Why a rollout is not trained, besides FAILURES and unscorable, which a verifier says.
 TRUNCATED, RESAMPLED = "truncated", "zero_variance_resampled"
-_FAILURES = ("server", "protocol", "error", "timeout", "invalid")
 _SPARE_EPOCH = 1_000_000  # where the order of prompts that replace others begins
 
 
@@ -38,9 +37,9 @@ class Maker:
     config: GrpoConfig
     prepared: Prepared
     engine: Engine
-    verifiers: VerifierSet
+    sampler: Sampler
     tokenizer: Any
-    stop_ids: list[int]
+    base: Engine | None = None  # of the untouched base, for what agents ask for show
     _texts: dict[int, str | list[int]] = field(default_factory=dict)  # of the tokens met so far
 
     def batch(self, step: int, version: int, digest: str, name: str) -> RolloutBatch:
@@ -49,29 +48,56 @@ class Maker:
         Raises FinetuneError: rollout_failures past --max-failure-share, verifier_failed with --on-verifier-error stop.
         """
         config = self.config
+        engine = ServedEngine(self.engine, self.base)
         spare = self._spare_rows(step)
         wanted = batch_rows(config, step, len(self.prepared.train))
         rollouts: list[Rollout] = []
         times = {"sampling_s": 0.0, "scoring_s": 0.0}
         for number in range(1 + config.resample_zero_variance):
             first = rollouts[-1].group + 1 if rollouts else 0
-            rollouts += self._sampled(step, list(enumerate(wanted, first)), name, times)
+            rollouts += self._sampled(step, list(enumerate(wanted, first)), name, engine, times)
             flat = _flat_groups(rollouts)
             if not flat or number == config.resample_zero_variance:
                 break
             wanted = [row for row, _ in zip(spare, flat, strict=False)]
             for rollout in rollouts:
                 # What was lost to a failure keeps its reason, and counts among the failures.
-                if rollout.group in flat and wanted and rollout.status not in _FAILURES:
+                if rollout.group in flat and wanted and rollout.status not in FAILURES:
                     rollout.status = RESAMPLED
         self._check_failures(step, rollouts)
         found = with_advantages(rollouts, config.scale_rewards)
         facts = {**times, **_facts(rollouts, found)}
-        return RolloutBatch(step, version, digest, rollouts, facts, self.tokens(rollouts))
+        return RolloutBatch(step, version, digest, rollouts, facts, self.tokens(rollouts), engine.records)
+
+    def held_out(self, step: int, version: int, digest: str, name: str) -> RolloutBatch:
+        """Answer every held-out row once greedily (sample 0) and --eval-samples times by sampling, and score the answers."""
+        engine = ServedEngine(self.engine, self.base)
+        rollouts: list[Rollout] = []
+        times = {"sampling_s": 0.0, "scoring_s": 0.0}
+        for temperature, count, first in (
+            (0.0, 1, 0),
+            (self.config.temperature, self.config.eval_samples, 1),
+        ):
+            empty = [
+                rollout
+                for place, example in enumerate(self.prepared.eval)
+                for rollout in _empty_group(
+                    "eval", place, place, example, self._eval_seed(place), name, count, first
+                )
+            ]
+            rows = [self.prepared.eval_rows[self.prepared.eval[one.row].row] for one in empty]
+            rollouts += self.sampler.sample(empty, rows, engine, temperature, times)
+        return RolloutBatch(
+            step, version, digest, rollouts, dict(times), self.tokens(rollouts), engine.records
+        )
+
+    def _eval_seed(self, place: int) -> int:
+        return sampling_seed(self.config.seed, -1, place)
 
     def tokens(self, rollouts: list[Rollout]) -> dict[str, str | list[int]]:
         """Return what each token of the rollouts writes."""
-        ids = {one for rollout in rollouts for one in (*rollout.prompt_ids, *rollout.completion_ids)}
+        parts: list[Rollout | CallRecord] = [*rollouts, *(call for one in rollouts for call in one.calls)]
+        ids = {one for part in parts for one in (*part.prompt_ids, *part.completion_ids)}
         self._texts |= token_texts(self.tokenizer, ids - self._texts.keys())
         return {str(one): self._texts[one] for one in sorted(ids)}
 
@@ -81,53 +107,32 @@ class Maker:
         return (row for row in order if row not in used)
 
     def _sampled(
-        self, step: int, groups: list[tuple[int, int]], name: str, times: dict[str, float]
+        self,
+        step: int,
+        groups: list[tuple[int, int]],
+        name: str,
+        engine: ServedEngine,
+        times: dict[str, float],
     ) -> list[Rollout]:
-        config = self.config
-        assert config.max_completion_tokens is not None, "the plan decides it"
-        sampling = Sampling(config.max_completion_tokens, self.stop_ids, config.temperature)
-        calls = [
-            Call(
-                list(self.prepared.train[row].input_ids),
+        config, prepared = self.config, self.prepared
+        empty = [
+            rollout
+            for group, row in groups
+            for rollout in _empty_group(
+                str(step),
+                group,
+                row,
+                prepared.train[row],
                 sampling_seed(config.seed, step, group),
+                name,
                 config.group_size,
             )
-            for group, row in groups
         ]
-        began = time.perf_counter()
-        outcomes = self.engine.sample(calls, sampling)
-        times["sampling_s"] += time.perf_counter() - began
-        rollouts = []
-        for (group, row), call, found in zip(groups, calls, outcomes, strict=True):
-            example = self.prepared.train[row]
-            for sample, outcome in enumerate(found):
-                rollout = Rollout(
-                    f"{step}-{group}-{sample}",
-                    group,
-                    sample,
-                    row,
-                    f"{example.file}:{example.line}",
-                    call.seed + sample,
-                    name,
-                    call.prompt_ids,
-                )
-                rollouts.append(filled(rollout, outcome, self.tokenizer))
-        began = time.perf_counter()
-        self.score(rollouts, [self.prepared.train_rows[self.prepared.train[one.row].row] for one in rollouts])
-        times["scoring_s"] += time.perf_counter() - began
+        rows = [prepared.train_rows[prepared.train[one.row].row] for one in empty]
+        rollouts = self.sampler.sample(empty, rows, engine, config.temperature, times)
         for rollout in rollouts:
             self._limit(rollout)
         return rollouts
-
-    def score(self, rollouts: list[Rollout], rows: Sequence[Row]) -> None:
-        """Give each rollout that has a completion its reward."""
-        sampled = [(one, row) for one, row in zip(rollouts, rows, strict=True) if one.status == SCORED]
-        rewards = self.verifiers.score([answer_to(row, one.text, not one.truncated) for one, row in sampled])
-        for (rollout, _), reward in zip(sampled, rewards, strict=True):
-            take_reward(rollout, reward)
-            if reward.status in _FAILURES and self.config.on_verifier_error == "stop":
-                text = f"rollout {rollout.id} ({rollout.place}): verifier {reward.status}: {reward.error}"
-                raise FinetuneError("verifier_failed", text[:4000], rollout=rollout.id, row=rollout.place)
 
     def _limit(self, rollout: Rollout) -> None:
         """Treat a long completion as the settings say: a penalty near the limit, or out of the training where it was cut."""
@@ -143,7 +148,7 @@ class Maker:
             rollout.status = TRUNCATED
 
     def _check_failures(self, step: int, rollouts: list[Rollout]) -> None:
-        failed = [rollout for rollout in rollouts if rollout.status in _FAILURES]
+        failed = [rollout for rollout in rollouts if rollout.status in FAILURES]
         if len(failed) <= self.config.max_failure_share * len(rollouts):
             return
         kinds = sorted({rollout.status for rollout in failed})
@@ -167,31 +172,31 @@ def sampling_seed(seed: int, step: int, group: int) -> int:
     return int.from_bytes(digest[:5], "big")
 
 
-def filled(rollout: Rollout, outcome: Completion | Fault, tokenizer: Any) -> Rollout:
-    """Return the rollout with its completion, or with the reason why there is none."""
-    if isinstance(outcome, Fault):
-        return replace(rollout, status=outcome.kind, error=outcome.text)
-    if outcome.version != rollout.version:
-        text = f"sampled by version {outcome.version}, asked of {rollout.version}"
-        return replace(rollout, status="protocol", error=text)
-    return replace(
-        rollout,
-        completion_ids=outcome.ids,
-        logprobs=outcome.logprobs,
-        text=tokenizer.decode(outcome.ids, skip_special_tokens=True),
-        truncated=not outcome.stopped,
-    )
-
-
-def answer_to(row: Row, completion: str = "", stopped: bool = True) -> Answer:
-    """Return an answer to a row in the shape that verifiers get."""
-    asked = next((row.values[name] for name in ASKING if row.values.get(name)), "")
-    return Answer(row.values, completion, asked, stopped, row.place)
-
-
-def take_reward(rollout: Rollout, reward: Reward) -> None:
-    rollout.reward, rollout.parts, rollout.error = reward.value, dict(reward.parts), reward.error
-    rollout.status = SCORED if reward.status == "scored" else reward.status
+def _empty_group(
+    prefix: str,
+    group: int,
+    row: int,
+    example: Example,
+    seed: int,
+    version: str,
+    count: int,
+    first: int = 0,
+) -> list[Rollout]:
+    """Return the rollouts of a group before they are sampled: sample `first` has the seed `seed`, the next one more."""
+    where = f"{example.file}:{example.line}"
+    return [
+        Rollout(
+            f"{prefix}-{group}-{first + number}",
+            group,
+            first + number,
+            row,
+            where,
+            seed + number,
+            version,
+            list(example.input_ids),
+        )
+        for number in range(count)
+    ]
 
 
 def with_advantages(rollouts: list[Rollout], scale: str) -> Advantages:
@@ -219,8 +224,8 @@ def _flat_groups(rollouts: list[Rollout]) -> set[int]:
 
 def _facts(rollouts: list[Rollout], found: Advantages) -> dict[str, Any]:
     """Return what a step's metrics say of its rollouts."""
-    sampled = [rollout for rollout in rollouts if rollout.completion_ids]
-    lengths = [len(rollout.completion_ids) for rollout in sampled]
+    lengths = [rollout.num_sampled for rollout in rollouts if rollout.num_sampled]
+    sampled = [rollout for rollout in rollouts if rollout.num_sampled]
     names = sorted({name for rollout in sampled for name in rollout.parts})
     return {
         "reward_mean": found.reward_mean,
@@ -239,23 +244,27 @@ def _facts(rollouts: list[Rollout], found: Advantages) -> dict[str, Any]:
         "completion_length_mean": _mean(lengths),
         "completion_length_max": max(lengths, default=0),
         "sampled_tokens": sum(lengths),
+        **_agent_facts(rollouts),
+    }
+
+
+def _agent_facts(rollouts: list[Rollout]) -> dict[str, Any]:
+    """Return what a step's metrics say of the work of agents, besides; nothing where none worked."""
+    worked = [rollout for rollout in rollouts if rollout.agent]
+    if not worked:
+        return {}
+    calls = [call for rollout in worked for call in rollout.calls]
+    return {
+        "agents": dict(Counter(str(rollout.agent.get("status", rollout.status)) for rollout in worked)),
+        "agent_calls": len(calls),
+        "agent_calls_mean": len(calls) / len(worked),
+        "agent_seconds_mean": _mean([rollout.agent.get("seconds") for rollout in worked]),
+        "rollouts_failed": dict(Counter(one.status for one in worked if one.status in FAILURES)),
+        # All that was sampled, also what no agent used: it counts for the budget.
+        "sampled_tokens": sum(len(call.completion_ids) for call in calls),
     }
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def training_examples(rollouts: Sequence[Rollout]) -> list[Example]:
-    """Return each rollout as an example of which the sampled tokens, and no others, are targets."""
-    return [
-        Example(
-            rollout.prompt_ids + rollout.completion_ids,
-            [0.0] * len(rollout.prompt_ids) + [1.0] * len(rollout.completion_ids),
-            rollout.row,
-            rollout.place,
-            0,
-        )
-        for rollout in rollouts
-    ]

@@ -17,17 +17,16 @@ from finetune.config import GrpoConfig
 from finetune.data.prepare import Prepared
 from finetune.errors import FinetuneError
 from finetune.records import EvalResult
-from finetune.rollout.engine import Call, Sampling
 from finetune.rollout.ledger import ROLLOUTS, Rollout, RolloutBatch, RolloutFiles, read_batch, recorded
 from finetune.train.delivery import CanaryScorer, Deliverer, PolicyVersion, current_version, deliver_together
 from finetune.train.policy_step import lora_b_norm
-from finetune.train.rollouts import Maker, filled, sampling_seed, with_advantages
+from finetune.train.rollouts import Maker, with_advantages
 from finetune.train.step import Training
 
 # Sequences of a canary and their tokens. Where the server holds our extension and a whole copy of each weight, digests
 # prove, and log-probs are asked beside them of few tokens: on the cpu a token under an adapter costs some 15 ms.
 CANARY = (4, 96)
-CANARY_BESIDE_DIGESTS = (1, 24)
+CANARY_BESIDE_DIGESTS = (1, 16)
 
 
 class Source(Protocol):
@@ -111,9 +110,7 @@ class LiveSource:
             return
         self._is_first_canary = False
         taught = [one for one in found.rollouts if one.advantage] or found.rollouts
-        self._canary = canary_sequences(
-            [one.prompt_ids + one.completion_ids for one in taught], *self._canary_size
-        )
+        self._canary = canary_sequences([one.last_ids for one in taught], *self._canary_size)
 
     def _known(self, first: int) -> str | None:
         """Return the digest of a batch that is on the disk already, sampled by a version that this run knows."""
@@ -173,10 +170,8 @@ class LiveSource:
             version = self._deliver(version)
             if self.maker is not None:
                 self.training.beat("answering held-out rows")
-                rollouts = answered(self.maker, self.prepared, self.config, version.name)
-                tokens = self.maker.tokens(rollouts)
-                batch = RolloutBatch(step, version.number, version.digest, rollouts, tokens=tokens)
-                self.files.write(batch, "eval")
+                answers = self.maker.held_out(step, version.number, version.digest, version.name)
+                self.files.write(answers, "eval")
 
         def beat() -> None:
             self.training.beat("waiting for the answers to held-out rows")
@@ -196,45 +191,13 @@ def canary_sequences(candidates: list[list[int]], count: int, tokens: int) -> li
     return [ids[-tokens:] for ids in fit[::step][:count]]
 
 
-def answered(maker: Maker, prepared: Prepared, config: GrpoConfig, name: str) -> list[Rollout]:
-    """Return greedy (sample 0) and sampled answers to the held-out rows, scored."""
-    assert config.max_completion_tokens is not None, "the plan decides it"
-    rollouts: list[Rollout] = []
-    for temperature, count in ((0.0, 1), (config.temperature, config.eval_samples)):
-        if not count:
-            continue
-        sampling = Sampling(config.max_completion_tokens, maker.stop_ids, temperature)
-        calls = [
-            Call(list(example.input_ids), sampling_seed(config.seed, -1, place), count)
-            for place, example in enumerate(prepared.eval)
-        ]
-        for place, (call, found) in enumerate(zip(calls, maker.engine.sample(calls, sampling), strict=True)):
-            example = prepared.eval[place]
-            for number, outcome in enumerate(found):
-                sample = number + (1 if temperature else 0)
-                where = f"{example.file}:{example.line}"
-                empty = Rollout(
-                    f"eval-{place}-{sample}",
-                    place,
-                    sample,
-                    place,
-                    where,
-                    call.seed + number,
-                    name,
-                    call.prompt_ids,
-                )
-                rollouts.append(filled(empty, outcome, maker.tokenizer))
-    maker.score(rollouts, [prepared.eval_rows[prepared.eval[rollout.row].row] for rollout in rollouts])
-    return rollouts
-
-
 def measured(rollouts: list[Rollout]) -> EvalResult:
     """Return accuracy of the greedy answers, row by row, and the mean of the sampled ones; unscored answers are in neither."""
     greedy = [rollout.reward if rollout.is_trained else None for rollout in rollouts if rollout.sample == 0]
     sampled = [rollout.reward for rollout in rollouts if rollout.sample > 0 and rollout.is_trained]
     return EvalResult(
         loss=None,
-        num_tokens=sum(len(rollout.completion_ids) for rollout in rollouts),
+        num_tokens=sum(rollout.num_sampled for rollout in rollouts),
         num_rows=len(greedy),
         accuracy=_mean([score for score in greedy if score is not None]),
         scores=greedy,

@@ -62,7 +62,11 @@ def _answering(config: RunConfig, prepared: Prepared) -> Answering | None:
 def _sampling(config: GrpoConfig, prepared: Prepared) -> Answering:
     assert config.max_completion_tokens is not None, "the plan decides it"
     lengths = [len(example.input_ids) for example in prepared.train]
-    return _batch(lengths, global_batch(config), config.max_completion_tokens, is_drawn=True)
+    rows = global_batch(config)
+    if config.tasks:  # conversations that may fill the context, of the agents that work at once
+        lengths = [(config.max_length or 0) - config.max_completion_tokens]
+        rows = min(rows, config.agents)
+    return _batch(lengths, rows, config.max_completion_tokens, is_drawn=True)
 
 
 def _batch(lengths: list[int], rows: int, new: int, is_drawn: bool) -> Answering:

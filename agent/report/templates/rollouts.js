@@ -115,6 +115,7 @@ class Browser {
   }
 
   text(rollout) {
+    if (rollout.work) return rollout.work.segments.flatMap((one) => one.spans.flatMap((span) => span.tokens ?? [])).map((one) => this.step.texts[one][1]).join("");
     return rollout.tokens ? rollout.tokens.map((one) => this.step.texts[one][1]).join("") : rollout.text ?? "";
   }
 
@@ -188,8 +189,42 @@ class Browser {
     if (!isTrained) told("left out:", one.status);
     const made = element("div", { class: `rollout${isTrained ? "" : " untrained"}`, "data-id": one.id, "data-status": one.status }, head);
     if (one.error) made.append(element("div", { class: "error text", text: one.error }));
+    if (one.work) {
+      made.append(...this.work(one, isTrained));
+      return made;
+    }
     if (withPrompt) made.append(this.prompt(one));
     made.append(this.completion(one, isTrained));
+    return made;
+  }
+
+  work(one, isTrained) {
+    const { segments, not_used, facts, log, verifier_log } = one.work;
+    const told = Object.entries(facts).map(([name, value]) => `${name} ${value}`).join(", ");
+    const rest = Object.entries(not_used).map(([why, count]) => `${count} ${why}`).join(", ");
+    const made = [element("div", { class: "small", text: `${told}${rest ? `; calls that are no part of it: ${rest}` : ""}` })];
+    segments.forEach((segment, number) => made.push(this.segment(one, segment, number, isTrained)));
+    for (const [title, text] of [["what the agent's box said", log], ["what the verifier said", verifier_log]]) {
+      if (text) made.push(element("details", { class: "log" }, element("summary", { text: title }), element("pre", { class: "text", text })));
+    }
+    return made;
+  }
+
+  segment(one, segment, number, isTrained) {
+    const from = segment.parent === null ? "" : `, goes on from segment ${segment.parent + 1}`;
+    const title = `segment ${number + 1} (${segment.history}${from}): ${segment.num_calls} calls, ${segment.num_tokens} tokens`;
+    const made = element("div", { class: "segment", "data-history": segment.history }, element("div", { class: "small", text: title }));
+    for (const span of segment.spans) {
+      const part = element("div", { class: span.sampled ? "tokens completion" : "prompt tokens" });
+      const left = span.left_out ? element("span", { class: "small", text: ` (${span.left_out} tokens are left out here) ` }) : "";
+      const own = { ...one, logps: span.logps, ratios: span.ratios };
+      const given = (token) => { if (this.chosen.colour === "trained") token.style.background = "rgba(var(--hidden), .18)"; };
+      const paint = span.sampled ? (token, place) => this.paint(token, own, place, isTrained) : given;
+      if (!span.tokens) part.append("(not shown: it holds a secret, or texts of tokens are not stored)");
+      else if (span.sampled) part.append(...this.tokens(span.tokens, paint), left);
+      else part.append(left, ...this.tokens(span.tokens, paint));
+      made.append(part);
+    }
     return made;
   }
 

@@ -18,6 +18,8 @@ from finetune.knobs import unknown_name
 
 VERSION = 1
 SETUP = "setup.sh"
+BUILTIN = "builtin:"
+DESK = Path(__file__).parents[1] / "domains" / "desk"
 _LARGEST = 64 << 20  # bytes of one task folder
 # name -> (kind, default, lowest, highest)
 _NUMBERS: dict[str, tuple[type, float | int | None, float, float]] = {
@@ -78,6 +80,28 @@ class _Reading:
         self.errors.append(
             FinetuneError("bad_task", f"{path}: {text}", file=str(path), task=self.folder.name)
         )
+
+
+def task_folders(spec: str, list_folder: Path | None = None) -> list[Path]:
+    """Return the folders of the tasks that `spec` names, absolute (see domains.tasks.load_tasks); raises file_missing."""
+    path = Path(list_folder or Path.cwd(), Path(spec).expanduser())
+    if spec.startswith(BUILTIN):
+        name = spec.removeprefix(BUILTIN)
+        path = DESK if name == "desk" else DESK / name.removeprefix("desk/")
+        if not name.startswith("desk") or not path.is_dir():
+            there = ", ".join(sorted(item.name for item in DESK.iterdir()))
+            raise FinetuneError("file_missing", f"tasks: there is no {spec}; builtin:desk holds {there}")
+    if path.is_file() and list_folder is None:
+        lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        found = [folder for line in lines if line for folder in task_folders(line, path.parent)]
+    elif (path / "task.md").exists():
+        found = [path]
+    else:
+        found = sorted(item.parent for item in path.glob("*/task.md"))
+    if not found:
+        text = f"tasks: {path} holds no task: a folder with task.md, or a folder of such folders"
+        raise FinetuneError("file_missing", text, file=str(path))
+    return [folder.resolve() for folder in found]
 
 
 def read_task(folder: Path) -> TaskFile | list[FinetuneError]:

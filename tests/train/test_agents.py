@@ -1,0 +1,220 @@
+"""Agents on real tasks in real boxes, answered by a script: what becomes of each way in which a rollout can go."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.boxes.process import ProcessBox
+from finetune.domains.tasks import TaskScore
+from finetune.errors import FinetuneError
+from finetune.knobs import build
+from finetune.methods import METHODS
+from finetune.records import Row
+from finetune.rollout.engine import Fault
+from finetune.rollout.ledger import Rollout, account
+from finetune.rollout.served import ServedEngine
+from finetune.train import agents
+from finetune.train.agents import AgentSampler, all_done
+from finetune.train.segments import batch_segments
+from tests.rollout.scripted import CONTEXT, ScriptedEngine, call_text, tiny_chat
+
+DESK = Path(agents.__file__).parents[1] / "domains" / "desk"
+needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed")
+SOLVED = {
+    "Append the line milk": call_text("echo milk >> list.txt"),
+    "Copy the file report.txt": call_text("cp report.txt backup.txt"),
+    "Create a file named note.txt": call_text("echo hello desk > note.txt"),
+}
+
+
+def solving(prompt: str) -> str:
+    """Return the oracle's command to a task, and a last word once it was run."""
+    if "[exit code" in prompt:
+        return "It is done."
+    return next(answer for asked, answer in SOLVED.items() if asked in prompt)
+
+
+@pytest.fixture(scope="module")
+def chat() -> Any:
+    return tiny_chat()
+
+
+@pytest.fixture
+def work(chat: Any) -> Callable[..., list[Rollout]]:
+    """Have agents work on tasks of the desk, one rollout each; the engine stays at work.engine."""
+
+    def start(script: Any, tasks: tuple[str, ...] = ("append-line",), **settings: Any) -> list[Rollout]:
+        values = {
+            "model": "builtin:tiny",
+            "data": ["tasks:builtin:desk"],
+            "tasks": ["builtin:desk"],
+            "max_length": CONTEXT,
+            "max_completion_tokens": 64,
+            "box": "process",
+            "agents": 2,
+        }
+        config = build(METHODS["grpo"].config, values | settings)
+        sampler = AgentSampler(config, chat, lambda: None)  # type: ignore[arg-type]
+        start.engine = ServedEngine(ScriptedEngine(chat, script))  # type: ignore[attr-defined]
+        rollouts = [
+            Rollout(f"1-0-{place}", 0, place, place, f"{name}:1", 50 + place, "step-1", [])
+            for place, name in enumerate(tasks)
+        ]
+        rows = [Row({"folder": str(DESK / name)}, name, 1) for name in tasks]
+        times = {"sampling_s": 0.0, "scoring_s": 0.0}
+        made = sampler.sample(rollouts, rows, start.engine, 1.0, times)  # type: ignore[attr-defined]
+        assert times["sampling_s"] > 0
+        return made
+
+    return start
+
+
+def test_work_that_solves_its_task_is_worth_one_and_other_work_nothing(work: Any) -> None:
+    names = ("append-line", "copy-file", "write-note")
+    made = work(solving, names)
+    assert [one.reward for one in made] == [1.0, 1.0, 1.0], [one.error for one in made]
+    assert [one.agent["task"] for one in made] == list(names)
+    assert [len(one.calls) for one in made] == [2, 2, 2]
+    (idle,) = work(lambda prompt: "I would rather not.")
+    assert (idle.status, idle.reward, idle.text) == ("scored", 0.0, "I would rather not.")
+
+
+@needs_bwrap
+def test_agents_and_verifiers_work_in_boxes_that_isolate(work: Any) -> None:
+    (made,) = work(solving, box="bubblewrap")
+    assert (made.status, made.reward) == ("scored", 1.0)
+    where = [call_text("cat /proc/self/cgroup >/dev/null; pwd; ls /verifier"), "done"]
+    (looked,) = work(where, box="bubblewrap")
+    assert "/workspace" in looked.agent["log"]
+    assert "No such file" in looked.agent["log"]
+
+
+def test_what_is_recorded_is_what_the_engine_served_and_all_of_it_is_trained(work: Any) -> None:
+    made = work(solving, ("append-line", "copy-file"))
+    calls = [call for one in made for call in one.calls]
+    served = sorted((one["seed"], one["completion_tokens"]) for one in work.engine.records)
+    assert served == sorted((call.sampling["seed"], len(call.completion_ids)) for call in calls)
+    segments = batch_segments(made)
+    assert [one.rollout for one in segments] == [0, 1], "both calls of a conversation are one segment"
+    assert account(made)["calls"] == {
+        "sampled": 4,
+        "trained": 4,
+        "excluded": {},
+        "unanswered": 0,
+        "trained_tokens": sum(len(call.completion_ids) for call in calls),
+    }
+
+
+def test_a_server_that_fails_is_tried_again_and_what_the_lost_try_sampled_is_excluded(work: Any) -> None:
+    answers = iter([call_text("true"), *[Fault("server", "it broke")] * 3])
+
+    def script(prompt: str) -> Any:
+        return next(answers, None) or solving(prompt)
+
+    (made,) = work(script)
+    assert (made.status, made.reward, made.agent["tries"]) == ("scored", 1.0, 2)
+    assert [call.rollout for call in made.calls].count("1-0-0.try2") == 2
+    found = account([made])["calls"]
+    assert (found["trained"], found["excluded"], found["unanswered"]) == (2, {"retried": 1}, 3)
+    seeds = [call.sampling["seed"] for call in made.calls if call.completion_ids]
+    assert len(set(seeds)) == 3, "another try draws anew"
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "status", "tries"),
+    [
+        (Fault("server", "it broke"), {}, "server", 2),
+        ("none", {"harness": "command", "harness_command": ["sh", "-c", "exit 3"]}, "agent", 2),
+        ("none", {"harness": "command", "harness_command": ["sleep", "30"]}, "timeout", 1),
+        (call_text("true"), {}, "scored", 1),
+    ],
+)
+def test_failures_have_names_and_no_reward(
+    script: Any, settings: dict[str, Any], status: str, tries: int, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = agents.load_tasks
+    if status == "timeout":
+        monkeypatch.setattr(agents, "load_tasks", lambda spec: [hurried(task) for task in real(spec)])
+    (made,) = work([script], **settings)
+    assert (made.status, made.agent["tries"]) == (status, tries), made.error
+    assert made.reward is None if status != "scored" else made.reward == 0.0
+    if status == "scored":
+        assert made.truncated, "its steps were used up"
+
+
+def hurried(task: Any) -> Any:
+    """Return the task with a second for the agent."""
+    return replace(task, limits=replace(task.limits, seconds=1.0))
+
+
+class Closed(ProcessBox):
+    """A box that opens once, for the check before a run, and no more."""
+
+    def run(self, *args: Any, **more: Any) -> Any:
+        raise FinetuneError("no_sandbox", "no room for a box")
+
+
+def test_a_box_that_breaks_is_a_lost_rollout_and_no_zero(work: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "open_box", lambda name: Closed())
+    (made,) = work(solving)
+    assert (made.status, made.reward, made.agent["tries"]) == ("sandbox", None, 2)
+    assert "no room for a box" in made.error
+
+
+@pytest.mark.parametrize(
+    ("told", "status"), [("verifier", "verifier"), ("timeout", "verifier"), ("limit", "limit")]
+)
+def test_a_verifier_that_fails_gives_no_reward(
+    told: str, status: str, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "verify", lambda *args: TaskScore(None, {}, told, "it says why"))
+    (made,) = work(solving)
+    assert (made.status, made.reward, made.error) == (status, None, "it says why")
+    assert batch_segments([made]) == []
+
+
+def test_an_engine_of_another_version_is_found(work: Any, chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ScriptedEngine._one
+
+    def renamed(self: ScriptedEngine, call: Any) -> Any:
+        self.version = "step-0" if self.given else "step-1"
+        return real(self, call)
+
+    monkeypatch.setattr(ScriptedEngine, "_one", renamed)
+    (made,) = work(solving, agent_retries=0)
+    assert (made.status, made.reward) == ("protocol", None)
+
+
+def test_a_training_that_is_told_to_stop_waits_for_no_agent() -> None:
+    begun, forever = threading.Event(), threading.Event()
+
+    def job() -> int:
+        begun.set()
+        return int(forever.wait(60))
+
+    def beat() -> None:
+        if begun.is_set():
+            raise FinetuneError("stopped", "told to stop")
+
+    with pytest.raises(FinetuneError, match="told to stop"):
+        all_done([job, job], 1, beat)
+    forever.set()
+
+
+def test_what_a_job_raises_is_raised_and_ends_the_others() -> None:
+    done: list[int] = []
+
+    def broken() -> int:
+        raise ZeroDivisionError("of its own")
+
+    with pytest.raises(FinetuneError, match="of its own"):
+        all_done([broken, lambda: done.append(1) or 1], 1, lambda: None)
+    assert done == []
+    assert all_done([lambda place=place: place for place in range(5)], 2, lambda: None) == [0, 1, 2, 3, 4]
