@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from finetune.data.batches import Batch, Budget
+from finetune.data.batches import Batch, Budget, Microbatch, collate
 from finetune.records import Example
 
 WIDTHS = 16  # sequences are as wide as a multiple of this: matrix libraries keep code and memory for each shape they met
@@ -34,8 +34,8 @@ def bundle_batches(
 ) -> list[Batch]:
     """Return one rank's microbatches of these rows; every rank gets equally many, by copies of weight 0 where needed.
 
-    The targets of an example must be its end, all of it (a completion). Bundles are as large as the budget allows, and
-    small enough that each rank has its share.
+    An example must end in a target. What stands before its first target is its prompt; what follows sees it and itself.
+    Bundles are as large as the budget allows, and small enough that each rank has its share.
     """
     bundles = bundled(rows, examples, budget, num_ranks)
     shares: list[list[Bundle]] = [[] for _ in range(num_ranks)]
@@ -105,7 +105,12 @@ def _width(bundles: Sequence[Bundle]) -> int:
 
 
 def collate_bundles(bundles: Sequence[Bundle], examples: Sequence[Example], scale: float) -> Batch:
-    """Return the tensors of a microbatch; attend_BTT is True where a position (second) sees another (third)."""
+    """Return the tensors of a microbatch; attend_BTT is True where a position (second) sees another (third).
+
+    None of it is needed where each sequence is one row: causal attention costs no mask of the square of its length.
+    """
+    if all(len(bundle.rows) == 1 for bundle in bundles):
+        return collate(Microbatch(tuple(bundle.rows for bundle in bundles), scale), examples)
     width = _width(bundles)
     inputs, positions, masks = [], [], []
     selected: list[int] = []
@@ -117,9 +122,13 @@ def collate_bundles(bundles: Sequence[Bundle], examples: Sequence[Example], scal
         for row in bundle.rows:
             completion = examples[row].input_ids[len(prompt) :]
             start = line * width + len(ids)
-            selected += [line * width + len(prompt) - 1, *range(start, start + len(completion) - 1)]
-            targets += completion
-            rows += [row] * len(completion)
+            before = [line * width + len(prompt) - 1, *range(start, start + len(completion) - 1)]
+            learned = [
+                place for place, weight in enumerate(examples[row].weights[len(prompt) :]) if weight > 0
+            ]
+            selected += [before[place] for place in learned]
+            targets += [completion[place] for place in learned]
+            rows += [row] * len(learned)
             ids += completion[:-1]
             places += range(len(prompt), len(prompt) + len(completion) - 1)
             owners += [row] * (len(completion) - 1)

@@ -50,8 +50,8 @@ def largest_forward(config: GrpoConfig, prepared: Prepared, steps: int) -> tuple
     """
     assert config.max_completion_tokens is not None, "the plan decides it"
     assert config.max_length is not None, "the plan decides it"
-    if config.tasks:  # one segment at a time, which may fill the context
-        return (rows_per_forward(config) or 1) * config.max_length, config.max_length
+    if config.tasks:  # a conversation may fill the context
+        return max(config.max_length, forward_tokens(config)), config.max_length
     budget = Budget(forward_tokens(config), rows_per_forward(config))
     most = longest = 0
     for step in range(1, steps + 1, config.passes):

@@ -89,19 +89,20 @@ class BatchTraining:
     def _batches(self, wanted: Sequence[int]) -> list[Batch]:
         """Return this rank's microbatches of segments, equally many on every rank; row_N is the segment of each target.
 
-        All segments of a rollout are on one rank. Of agents one segment goes at a time, unless the user set the rows or
-        tokens of a forward: its graph is gone before the next.
+        Where a rollout has several segments all of them are on one rank. Otherwise rollouts that begin alike share what
+        they begin with, those of agents up to the length of a conversation, which the plan has room for.
         """
         config, world = self.config, self.training.world
         examples = segment_examples(self.segments, self.rollouts)
         budget = Budget(forward_tokens(config), rows_per_forward(config))
+        owners = [segment.rollout for segment in self.segments]
+        if len(set(owners)) < len(owners):
+            return rank_batches(wanted, examples, budget, world.rank, world.size, owners)[0]
+        if not self.training.policy.takes_masks:
+            return rank_batches(wanted, examples, budget, world.rank, world.size)[0]
         if any(rollout.calls for rollout in self.rollouts):
-            together = [segment.rollout for segment in self.segments]
-            alone = replace(budget, rows=budget.rows or 1)
-            return rank_batches(wanted, examples, alone, world.rank, world.size, together)[0]
-        if self.training.policy.takes_masks:
-            return bundle_batches(wanted, examples, budget, world.rank, world.size)
-        return rank_batches(wanted, examples, budget, world.rank, world.size)[0]
+            budget = replace(budget, tokens=max(budget.tokens, config.max_length or 0))
+        return bundle_batches(wanted, examples, budget, world.rank, world.size)
 
     @property
     def has_signal(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.rollout.ledger import CallRecord, Rollout, RolloutBatch, RolloutFiles
@@ -10,13 +11,18 @@ from tests.train.runs import VOCABULARY
 
 
 def conversation(
-    name: str, draw: random.Random, num_calls: int, tokens: tuple[int, int] = (2, 6)
+    name: str,
+    draw: random.Random,
+    num_calls: int,
+    tokens: tuple[int, int] = (2, 6),
+    opening: Sequence[int] = (),
 ) -> list[CallRecord]:
-    """Return calls that each continue the one before exactly, of random ids."""
+    """Return calls that each continue the one before exactly, of random ids; opening: with which the first prompt begins."""
     calls: list[CallRecord] = []
     for index in range(num_calls):
-        before = calls[-1].prompt_ids + calls[-1].completion_ids if calls else []
-        prompt = before + [draw.randrange(5, VOCABULARY) for _ in range(draw.randint(*tokens))]
+        before = calls[-1].prompt_ids + calls[-1].completion_ids if calls else list(opening)
+        added = draw.randint(*tokens) if calls or not opening else 0  # all of a group are asked the same
+        prompt = before + [draw.randrange(5, VOCABULARY) for _ in range(added)]
         completion = [draw.randrange(5, VOCABULARY) for _ in range(draw.randint(*tokens))]
         calls.append(
             CallRecord(
