@@ -25,8 +25,9 @@ BASE_BYTES = {
     "cuda": 600_000_000,
 }  # libraries in main memory; context and kernels on a device
 # Peak over the sum of what is kept for the backward: working memory of the kernels, and what the allocator cannot give
-# back. Measured on CPUs (SmolLM2-135M, bf16 and fp32, 200 to 2,000 tokens); on cuda the allocator rounds less.
-ALLOCATOR = {"cpu": 1.45, "cuda": 1.15}
+# back. Measured on CPUs (SmolLM2-135M, bf16 and fp32, 200 to 2,000 tokens; in fp32 the peak still rises over the first
+# steps, as forwards of other widths come); on cuda the allocator rounds less.
+ALLOCATOR = {("cpu", 2): 1.45, ("cpu", 4): 1.75, ("cuda", 2): 1.15, ("cuda", 4): 1.15}  # by bytes of a number
 RECOMPUTED_LAYERS = 7  # whose activations exist at once under gradient checkpointing, measured likewise
 LOGITS_COPIES = 2.5  # of a chunk of logits in float32
 # Logits of the last position of each row while a token is chosen, in float32: greedily, and by a draw in float64.
@@ -69,7 +70,9 @@ def forecast(source: Source, config: RunConfig, work: Workload) -> dict[str, int
     width = width_of(config)
     share = work.num_ranks if work.is_sharded else 1
     layers = min(RECOMPUTED_LAYERS, facts.layers) if config.gradient_checkpointing else facts.layers
-    kept = layers * _kept_by_layer(source, width, _attended(config, work)) * ALLOCATOR[config.device]
+    kept = (
+        layers * _kept_by_layer(source, width, _attended(config, work)) * ALLOCATOR[str(config.device), width]
+    )
     if config.gradient_checkpointing:
         kept += facts.layers * facts.hidden * width
     parts = {
