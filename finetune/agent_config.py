@@ -17,7 +17,7 @@ class AgentConfig:
         help="tasks for agents instead of --data: folders of task folders, lists of them, or builtin:desk; their own"
         " verifiers give the rewards",
     )
-    eval_tasks: list[str] = knob([], help="held-out tasks, beside --tasks")
+    eval_tasks: list[str] = knob([], help="held-out tasks, beside --tasks", advanced=True)
     harness: Literal["loop", "mini", "opencode", "command"] = knob(
         "loop", help="what works on tasks: our tool loop, mini-swe-agent, OpenCode, or any program"
     )
@@ -25,8 +25,9 @@ class AgentConfig:
         None,
         help="where it lies: opencode's executable, mini's virtual environment, or what command's box has as /opt/agent",
         identity=False,
+        advanced=True,
     )
-    harness_command: list[str] = knob([], help="program and arguments of harness command")
+    harness_command: list[str] = knob([], help="program and arguments of harness command", advanced=True)
     harness_agent: str | None = knob(
         None, help="agent of opencode; none: tiny, which suits small models", advanced=True
     )
@@ -37,7 +38,11 @@ class AgentConfig:
         [], help="patterns of shell commands that opencode refuses", advanced=True
     )
     max_agent_steps: int = knob(
-        20, at_least=1, at_most=10_000, help="answers of the policy in one rollout of an agent at most"
+        20,
+        at_least=1,
+        at_most=10_000,
+        help="answers of the policy in one rollout of an agent at most",
+        advanced=True,
     )
     tool_timeout: float = knob(
         30.0, above=0, help="seconds that one command of an agent may take", advanced=True

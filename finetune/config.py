@@ -246,7 +246,9 @@ class GrpoConfig(AgentConfig, RunConfig):
         None, at_least=1, help="tokens of a completion at most; none: 512 (32 for builtin data)"
     )
     truncated: Literal["score", "mask"] = knob(
-        "score", help="completions cut by the limit: scored like others, or left out of the training"
+        "score",
+        help="completions cut by the limit: scored like others, or left out of the training",
+        advanced=True,
     )
     overlong_buffer: int = knob(
         0,
@@ -258,7 +260,7 @@ class GrpoConfig(AgentConfig, RunConfig):
         "dapo", help="loss and its normalisation"
     )
     scale_rewards: Literal["group", "batch", "none"] = knob(
-        "group", help="standard deviation that divides an advantage"
+        "group", help="standard deviation that divides an advantage", advanced=True
     )
     clip_low: float | None = knob(
         None, above=0, below=1, help="lower clip of the ratio; none: 0.2 (gspo 3e-4)", advanced=True

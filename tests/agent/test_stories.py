@@ -109,7 +109,9 @@ def whole_story(story: Story, most_s: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["mcp", pytest.param("openai", marks=pytest.mark.proof)]
+)  # one of them always
 def test_a_client_plans_and_starts_is_killed_and_another_one_evaluates_and_exports(
     way: str, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agent.cli import main
-from finetune.domains.tasks import DESK
+from finetune.data.task_files import DESK
 from tests.agent.calls import checked
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed")

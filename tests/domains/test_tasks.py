@@ -10,8 +10,9 @@ import pytest
 from finetune.boxes.bubblewrap import open_box
 from finetune.boxes.folders import TooLarge, sealed_copy
 from finetune.boxes.process import ProcessBox
+from finetune.data.task_files import DESK
 from finetune.domains.task_checking import check_tasks
-from finetune.domains.tasks import DESK, load_tasks, prepare_workspace, require_apart, verify
+from finetune.domains.tasks import load_tasks, prepare_workspace, require_apart, verify
 from finetune.errors import FinetuneError, Problems
 
 DESK_NAMES = [

@@ -26,6 +26,8 @@ class Engine:
 class Sync:
     """Fails with these codes, one delivery each, and then delivers."""
 
+    mode = "adapter"
+
     def __init__(self, *codes: str) -> None:
         self.codes, self.deliveries = list(codes), 0
 

@@ -158,7 +158,8 @@ def test_another_model_is_no_base(engine: VllmEngine, store: VersionStore) -> No
         assert caught.value.code == "sync_unproved"
 
 
-@pytest.mark.parametrize("mode", ["adapter", "merged"])
+# Two servers of their own for each mode: the second is long, and `make proof ROW=long-tests` runs it.
+@pytest.mark.parametrize("mode", ["adapter", pytest.param("merged", marks=pytest.mark.proof)])
 def test_a_version_that_one_of_two_engines_missed_is_active_on_none(
     server: ManagedServer,
     front: Proxy,
