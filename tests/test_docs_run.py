@@ -15,6 +15,9 @@ import pytest
 
 from agent import cli
 from agent.states import UNFINISHED
+from finetune.rollout.engine import Call, Completion, Fault, Sampling
+from finetune.rollout.ledger import Rollout, RolloutBatch, RolloutFiles
+from finetune.rollout.served import ServedEngine
 from tests.agent.calls import checked
 from tests.pages import commands, differences, filled_in
 
@@ -64,6 +67,16 @@ def runnable() -> list[Any]:
     return found
 
 
+class Steady:
+    """An engine that always says the same."""
+
+    def sample(self, calls: Any, sampling: Sampling) -> list[list[Completion | Fault]]:
+        return [[Completion([7, 8], [-1.0, -1.0], True)] for _ in calls]
+
+    def close(self) -> None:
+        """Nothing to leave behind."""
+
+
 class Desk:
     """A folder with what the pages name, a finished run in runs/a, and the values of the placeholders."""
 
@@ -107,6 +120,18 @@ class Desk:
         self.first["finetune start --plan PLAN_ID"] = started
         ended = self.call("status", "runs/a", "--wait", "300")
         assert ended["status"] == "succeeded"
+        self._write_rollouts()
+
+    def _write_rollouts(self) -> None:
+        """Put a batch of one completion into the run, with the engine's account of it: what a grpo run leaves."""
+        engine = ServedEngine(Steady())
+        ((answer,),) = engine.sample([Call([5, 6], 1)], Sampling(8, []))
+        assert isinstance(answer, Completion)
+        rollout = Rollout(
+            "1-0-0", 0, 0, 0, "rows:1", 1, "base", [5, 6], answer.ids, answer.logprobs, reward=1.0
+        )
+        files = RolloutFiles(self.folder / "runs/a/rollouts")
+        files.write(RolloutBatch(1, 0, "made", [rollout], served=engine.records))
 
     def provide(self, words: list[str]) -> None:
         """Make what a command needs of the commands before it on its page."""
