@@ -1,6 +1,7 @@
 """The tools: their definitions, the command that a call becomes, refusals, and the same JSON as the console."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,7 +224,9 @@ def steady(value: Any) -> Any:
     """Return an answer without what differs from one moment to the next."""
     if isinstance(value, dict):
         return {name: steady(item) for name, item in value.items() if name not in CHANGING}
-    return [steady(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [steady(item) for item in value]
+    return re.sub(r"of [\d.]+ GiB free", "of some GiB free", value) if isinstance(value, str) else value
 
 
 def by_mcp(roots: Roots, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
