@@ -16,12 +16,11 @@ import yaml
 
 from agent.verifying import verifier_file
 from finetune.config import RunConfig
-from finetune.data.rows import TASKS
 from finetune.errors import FinetuneError, Problems
 from finetune.knobs import Knob, build, from_text, knobs
 from finetune.methods import METHODS, Method, method_named
 from finetune.parallel.profile import Profile, read_profile
-from finetune.rules import task_sources
+from finetune.rules import TASKS, task_sources
 
 _PATH_LIKE = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jinja", ".py", ".yaml", ".yml", ".txt")
 _WEIGHT = re.compile(r":\d+(\.\d+)?$")

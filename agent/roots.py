@@ -20,8 +20,8 @@ from agent.monitor import find_run
 from agent.plan import home, read_plan
 from agent.request import absolute, read_settings, where
 from agent.verifying import verifier_file
-from finetune.data.rows import TASKS
 from finetune.errors import FinetuneError, Problems
+from finetune.rules import TASKS
 
 _ALWAYS = ("init_adapter", "profile", "replay", "harness_program", "harness_config")
 _NAME_OR_PATH = ("model", "domain", "chat_template")

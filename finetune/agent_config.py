@@ -27,7 +27,11 @@ class AgentConfig:
         identity=False,
         advanced=True,
     )
-    harness_command: list[str] = knob([], help="program and arguments of harness command", advanced=True)
+    harness_command: list[str] = knob(
+        [],
+        help="program and arguments of harness command; one that begins with - as --harness-command=-x",
+        advanced=True,
+    )
     harness_agent: str | None = knob(
         None, help="agent of opencode; none: tiny, which suits small models", advanced=True
     )

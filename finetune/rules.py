@@ -14,6 +14,7 @@ DEFAULT_COMPLETION_TOKENS = 512
 DEFAULT_BUILTIN_COMPLETION_TOKENS = 32
 DEFAULT_MAX_LENGTH = 2048
 DEFAULT_FORWARD_TOKENS = {"cuda": 8192, "cpu": 1024}
+TASKS = "tasks:"  # before a spec of tasks, as a source of rows: each task is a row that asks its prompt
 _LARGEST_GROUP = 1024  # that group_size may be
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank takes, but for 1
 
@@ -268,7 +269,7 @@ def _task_conflicts(config: GrpoConfig) -> Iterator[tuple[str, str]]:
 
 def task_sources(specs: list[str]) -> list[str]:
     """Return the sources of rows that tasks are."""
-    return [f"tasks:{spec}" for spec in specs]
+    return [f"{TASKS}{spec}" for spec in specs]
 
 
 _SHORT_COMPLETION, _LONG_COMPLETION = 256, 2000  # tokens

@@ -77,6 +77,6 @@ def _span(
         "sampled": sampled is not None,
         "tokens": None if tokens is None else tokens[kept],
         "left_out": max(0, len(ids) - most),
-        "logps": None if sampled is None or tokens is None else [round(one, 3) for one in sampled[kept]],
+        "logps": None if sampled is None or tokens is None else sampled[kept],
         "trainer": None if trainer is None or tokens is None else trainer[kept],
     }

@@ -186,6 +186,7 @@ class _Shown:
             own = _ratios(span.pop("trainer"), span["logps"])
             every += own or []
             span["ratios"] = _picked(own, None, 4)
+            span["logps"] = _picked(span["logps"], None, 3)
         for name in ("log", "verifier_log"):
             work[name] = scrub_text(work[name], list(self.secrets))
         return work | {"ratios": every or None}

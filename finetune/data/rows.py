@@ -25,8 +25,8 @@ from finetune.data.task_files import read_task, task_folders
 from finetune.errors import FinetuneError, Problems, boundary
 from finetune.knobs import unknown_name
 from finetune.records import Row
+from finetune.rules import TASKS
 
-TASKS = "tasks:"  # before a spec of tasks (rules.task_sources): each is a row that asks its prompt
 ARITHMETIC = "builtin:arithmetic"
 ARITHMETIC_EVAL = "builtin:arithmetic:eval"
 ARITHMETIC_SIZES = {ARITHMETIC: 1600, ARITHMETIC_EVAL: 500}

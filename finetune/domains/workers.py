@@ -251,12 +251,9 @@ class WorkerPool:
         elif worker.work is not None:
             (batch, job), worker.work = worker.work, None
             assert worker.process.stdout is not None
-            with contextlib.suppress(
-                OSError
-            ):  # what it printed before it replied, and the selector has not told yet
-                while data := os.read(worker.process.stdout.fileno(), 1 << 16):
-                    worker.printed = (worker.printed + data)[-_OUTPUT_BYTES:]
-            printed = worker.printed.decode(errors="replace")
+            with contextlib.suppress(OSError):  # what it printed before it replied: no more than a pipe holds
+                worker.printed += os.read(worker.process.stdout.fileno(), 1 << 16)
+            printed = worker.printed[-_OUTPUT_BYTES:].decode(errors="replace")
             self._finish(batch, job, Outcome(reply.get("results"), None, reply.get("broken"), printed))
 
     def _lose(self, worker: _Worker, why: str) -> None:

@@ -231,7 +231,7 @@ class LocalEngine:
         self.version = version
         self.beat = beat
         self._bare = bare
-        self._lock = threading.Lock()  # the base is the same model for a moment
+        self.lock = threading.Lock()  # the base is the same model for a moment
 
     @property
     def base(self) -> Engine | None:
@@ -239,7 +239,7 @@ class LocalEngine:
         return None if self._bare is None else _BareEngine(self, self._bare)
 
     def sample(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Completion | Fault]]:
-        with self._lock:
+        with self.lock:
             return self.answers(calls, sampling, self.version)
 
     def answers(
@@ -249,10 +249,6 @@ class LocalEngine:
         seeds = [call.seed + place for call in calls for place in range(call.count)]
         found = iter(generate(self.model, prompts, sampling, seeds, beat=self.beat))
         return [[replace(next(found), version=version) for _ in range(call.count)] for call in calls]
-
-    @property
-    def lock(self) -> threading.Lock:
-        return self._lock
 
     def close(self) -> None:
         """Nothing to leave behind."""

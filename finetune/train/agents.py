@@ -6,7 +6,6 @@ of the training, and never becomes a reward of zero.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import deque
@@ -25,7 +24,7 @@ from finetune.records import Row
 from finetune.rollout.bridge import Bridge, BridgeSettings
 from finetune.rollout.harness import Harness, HarnessOutcome, HarnessSettings, open_harness
 from finetune.rollout.ledger import SCORED, CallRecord, Rollout, session_name
-from finetune.rollout.served import ServedEngine
+from finetune.train.sampling import Draw
 
 # How an agent ended -> what becomes of its rollout; those that are not here are judged by what they left.
 _LOST = {"timeout": "timeout", "crashed": "agent", "sandbox": "sandbox", "server": "server"}
@@ -72,68 +71,62 @@ class AgentSampler:
         specs = [*config.tasks, *config.eval_tasks]
         self._tasks = {str(task.folder): task for spec in specs for task in load_tasks(spec)}
         self._settings = harness_settings(config)
-        self._box = open_box(config.box)
+        self.box: Box = open_box(config.box)
 
-    def sample(
-        self,
-        rollouts: Sequence[Rollout],
-        rows: Sequence[Row],
-        engine: ServedEngine,
-        temperature: float,
-        times: dict[str, float],
-    ) -> list[Rollout]:
-        """As in Sampler. Raises what the engine raised where it says that the training is to stop."""
+    def sample(self, rollouts: Sequence[Rollout], rows: Sequence[Row], draw: Draw) -> list[Rollout]:
+        """As in Sampler. Raises what an engine raises that has not just no answer: it is told to stop, or cannot go on."""
         began = time.perf_counter()
         tasks = [self._tasks[row.values["folder"]] for row in rows]
-        threads = 1 if self.config.engine == "local" else self.config.agents
         settings = BridgeSettings(
-            self._settings.context, self._settings.max_new_tokens, temperature, threads=threads
+            self._settings.context,
+            self._settings.max_new_tokens,
+            draw.temperature,
+            threads=1 if self.config.engine == "local" else self.config.agents,
         )
         judging: list[float] = []
-        with Bridge(engine, self.chat, engine.base, settings) as bridge:
+        with Bridge(draw.engine, self.chat, draw.engine.base, settings) as bridge:
             jobs = [
                 lambda rollout=rollout, task=task: self._worked(bridge, rollout, task, judging)
                 for rollout, task in zip(rollouts, tasks, strict=True)
             ]
             made = all_done(jobs, self.config.agents, lambda: self._beat(bridge))
-            self._raise_stop(bridge)
+            _raise_fault(bridge)
         # Agents work side by side: the share of the wall clock is what judging took of all their time.
-        times["scoring_s"] += sum(judging) / max(1, min(self.config.agents, len(rollouts)))
-        times["sampling_s"] += time.perf_counter() - began
+        draw.scoring_s += sum(judging) / min(self.config.agents, len(rollouts))
+        draw.sampling_s += time.perf_counter() - began
         return made
 
     def _beat(self, bridge: Bridge) -> None:
-        self._raise_stop(bridge)
+        _raise_fault(bridge)
         self.beat()
-
-    def _raise_stop(self, bridge: Bridge) -> None:
-        """Raise what an engine was told through its heartbeat, which agents would take for a broken server."""
-        for error in bridge.errors:
-            if error.code == "stopped":
-                raise error
 
     def _worked(self, bridge: Bridge, rollout: Rollout, task: Task, judging: list[float]) -> Rollout:
         """Return the rollout after its work, tried again where a failure was not the policy's."""
         earlier: list[CallRecord] = []
-        for tries in itertools.count(1):
+        for tries in range(1, self.config.agent_retries + 2):
             attempt = _Attempt(self, bridge, replace(rollout, agent={"tries": tries}), task)
             with new_workspace({}) as workspace:
                 made = attempt.made(workspace)
             judging.append(attempt.judged_s)
-            made.calls = earlier + made.calls
-            if made.status not in _TRIED_AGAIN or tries > self.config.agent_retries:
-                return made
-            earlier = made.calls
-        raise AssertionError("counting does not end")
+            made.calls = earlier = earlier + made.calls
+            if made.status not in _TRIED_AGAIN:
+                break
+        return made
 
     def harness_for(self, task: Task) -> Harness:
-        """Return the harness with the budget of calls that the task leaves."""
-        most = min(self._settings.max_steps, task.max_steps or self._settings.max_steps)
-        return open_harness(self.config.harness, replace(self._settings, max_steps=most))
+        """Return the harness for a task."""
+        return open_harness(self.config.harness, replace(self._settings, max_steps=self.most_calls(task)))
 
-    @property
-    def box(self) -> Box:
-        return self._box
+    def most_calls(self, task: Task) -> int:
+        """Return the budget of calls that settings and task leave."""
+        return min(self._settings.max_steps, task.max_steps or self._settings.max_steps)
+
+
+def _raise_fault(bridge: Bridge) -> None:
+    """Raise what an engine raised, which agents take for a missing answer. A prompt that is too long costs that call alone."""
+    for error in bridge.errors:
+        if error.code != "too_long":
+            raise error
 
 
 @dataclass
@@ -170,9 +163,7 @@ class _Attempt:
             "log": outcome.log,
             "verifier_log": score.log if score else "",
         }
-        return _concluded(
-            replace(rollout, calls=calls, agent=rollout.agent | about), outcome, score, self.bridge
-        )
+        return _concluded(replace(rollout, calls=calls, agent=rollout.agent | about), outcome, score)
 
     def _agent(self, workspace: Path) -> tuple[HarnessOutcome, list[CallRecord]]:
         harness = self.sampler.harness_for(self.task)
@@ -180,6 +171,7 @@ class _Attempt:
         session = self.bridge.open(
             session_name(self.rollout.id, tries),
             self.rollout.seed + (tries - 1) * _SEEDS_APART,
+            max_calls=self.sampler.most_calls(self.task),  # whatever the program makes of its own budget
             helper_prompts=harness.helper_prompts,
         )
         try:
@@ -189,7 +181,7 @@ class _Attempt:
         return outcome, calls
 
 
-def _concluded(rollout: Rollout, outcome: HarnessOutcome, score: TaskScore | None, bridge: Bridge) -> Rollout:
+def _concluded(rollout: Rollout, outcome: HarnessOutcome, score: TaskScore | None) -> Rollout:
     """Return the rollout with its reward, or with the reason why it has none."""
     used = rollout.used_calls
     last = next((call for call in reversed(used) if call.answer is not None), None)

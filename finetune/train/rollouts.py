@@ -23,7 +23,7 @@ from finetune.rollout.ledger import SCORED, CallRecord, Rollout, RolloutBatch
 from finetune.rollout.served import ServedEngine
 from finetune.rules import prompts_per_batch
 from finetune.train.advantages import Advantages, group_advantages, overlong_penalty
-from finetune.train.sampling import FAILURES, Sampler
+from finetune.train.sampling import FAILURES, Draw, Sampler
 
 # Why a rollout is not trained, besides FAILURES and unscorable, which a verifier says.
 TRUNCATED, RESAMPLED = "truncated", "zero_variance_resampled"
@@ -48,14 +48,13 @@ class Maker:
         Raises FinetuneError: rollout_failures past --max-failure-share, verifier_failed with --on-verifier-error stop.
         """
         config = self.config
-        engine = ServedEngine(self.engine, self.base)
+        draw = Draw(ServedEngine(self.engine, self.base), config.temperature)
         spare = self._spare_rows(step)
         wanted = batch_rows(config, step, len(self.prepared.train))
         rollouts: list[Rollout] = []
-        times = {"sampling_s": 0.0, "scoring_s": 0.0}
         for number in range(1 + config.resample_zero_variance):
             first = rollouts[-1].group + 1 if rollouts else 0
-            rollouts += self._sampled(step, list(enumerate(wanted, first)), name, engine, times)
+            rollouts += self._sampled(step, list(enumerate(wanted, first)), name, draw)
             flat = _flat_groups(rollouts)
             if not flat or number == config.resample_zero_variance:
                 break
@@ -66,18 +65,19 @@ class Maker:
                     rollout.status = RESAMPLED
         self._check_failures(step, rollouts)
         found = with_advantages(rollouts, config.scale_rewards)
-        facts = {**times, **_facts(rollouts, found)}
-        return RolloutBatch(step, version, digest, rollouts, facts, self.tokens(rollouts), engine.records)
+        facts = {**draw.times, **_facts(rollouts, found)}
+        return RolloutBatch(
+            step, version, digest, rollouts, facts, self.tokens(rollouts), draw.engine.records
+        )
 
     def held_out(self, step: int, version: int, digest: str, name: str) -> RolloutBatch:
         """Answer every held-out row once greedily (sample 0) and --eval-samples times by sampling, and score the answers."""
-        engine = ServedEngine(self.engine, self.base)
+        draw = Draw(ServedEngine(self.engine, self.base), 0.0)
         rollouts: list[Rollout] = []
-        times = {"sampling_s": 0.0, "scoring_s": 0.0}
-        for temperature, count, first in (
-            (0.0, 1, 0),
-            (self.config.temperature, self.config.eval_samples, 1),
-        ):
+        for count, first in ((1, 0), (self.config.eval_samples, 1)):
+            if not count:
+                continue
+            draw.temperature = self.config.temperature if first else 0.0
             empty = [
                 rollout
                 for place, example in enumerate(self.prepared.eval)
@@ -86,10 +86,9 @@ class Maker:
                 )
             ]
             rows = [self.prepared.eval_rows[self.prepared.eval[one.row].row] for one in empty]
-            rollouts += self.sampler.sample(empty, rows, engine, temperature, times)
-        return RolloutBatch(
-            step, version, digest, rollouts, dict(times), self.tokens(rollouts), engine.records
-        )
+            rollouts += self.sampler.sample(empty, rows, draw)
+        tokens = self.tokens(rollouts)
+        return RolloutBatch(step, version, digest, rollouts, draw.times, tokens, draw.engine.records)
 
     def _eval_seed(self, place: int) -> int:
         return sampling_seed(self.config.seed, -1, place)
@@ -106,14 +105,7 @@ class Maker:
         order = epoch_order(self.config.seed, _SPARE_EPOCH + step, len(self.prepared.train))
         return (row for row in order if row not in used)
 
-    def _sampled(
-        self,
-        step: int,
-        groups: list[tuple[int, int]],
-        name: str,
-        engine: ServedEngine,
-        times: dict[str, float],
-    ) -> list[Rollout]:
+    def _sampled(self, step: int, groups: list[tuple[int, int]], name: str, draw: Draw) -> list[Rollout]:
         config, prepared = self.config, self.prepared
         empty = [
             rollout
@@ -129,7 +121,7 @@ class Maker:
             )
         ]
         rows = [prepared.train_rows[prepared.train[one.row].row] for one in empty]
-        rollouts = self.sampler.sample(empty, rows, engine, config.temperature, times)
+        rollouts = self.sampler.sample(empty, rows, draw)
         for rollout in rollouts:
             self._limit(rollout)
         return rollouts

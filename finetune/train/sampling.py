@@ -25,20 +25,24 @@ from finetune.rollout.served import ServedEngine
 FAILURES = ("server", "protocol", "sandbox", "agent", "timeout", "limit", "verifier", "error", "invalid")
 
 
+@dataclass
+class Draw:
+    """How rollouts are sampled, and the seconds that it took so far."""
+
+    engine: ServedEngine
+    temperature: float
+    sampling_s: float = 0.0
+    scoring_s: float = 0.0
+
+    @property
+    def times(self) -> dict[str, float]:
+        return {"sampling_s": self.sampling_s, "scoring_s": self.scoring_s}
+
+
 class Sampler(Protocol):
-    """Fills rollouts. rows[i] is the row of rollouts[i]; those of one group stand together, with seeds one apart.
+    """Fills rollouts. rows[i] is the row of rollouts[i]; those of one group stand together, with seeds one apart."""
 
-    times: sampling_s and scoring_s, to which what was spent is added.
-    """
-
-    def sample(
-        self,
-        rollouts: Sequence[Rollout],
-        rows: Sequence[Row],
-        engine: ServedEngine,
-        temperature: float,
-        times: dict[str, float],
-    ) -> list[Rollout]:
+    def sample(self, rollouts: Sequence[Rollout], rows: Sequence[Row], draw: Draw) -> list[Rollout]:
         """Return the rollouts, in order, each with its completion (or its calls) and its reward, or the reason for none."""
         ...
 
@@ -52,21 +56,14 @@ class CompletionSampler:
     tokenizer: Any
     stop_ids: list[int]
 
-    def sample(
-        self,
-        rollouts: Sequence[Rollout],
-        rows: Sequence[Row],
-        engine: ServedEngine,
-        temperature: float,
-        times: dict[str, float],
-    ) -> list[Rollout]:
+    def sample(self, rollouts: Sequence[Rollout], rows: Sequence[Row], draw: Draw) -> list[Rollout]:
         assert self.config.max_completion_tokens is not None, "the plan decides it"
-        sampling = Sampling(self.config.max_completion_tokens, self.stop_ids, temperature)
+        sampling = Sampling(self.config.max_completion_tokens, self.stop_ids, draw.temperature)
         groups = [list(group) for _, group in itertools.groupby(rollouts, key=lambda one: one.group)]
         calls = [Call(group[0].prompt_ids, group[0].seed, len(group)) for group in groups]
         began = time.perf_counter()
-        outcomes = engine.sample(calls, sampling)
-        times["sampling_s"] += time.perf_counter() - began
+        outcomes = draw.engine.sample(calls, sampling)
+        draw.sampling_s += time.perf_counter() - began
         made = [
             filled(rollout, outcome, self.tokenizer)
             for group, found in zip(groups, outcomes, strict=True)
@@ -74,7 +71,7 @@ class CompletionSampler:
         ]
         began = time.perf_counter()
         self.score(made, rows)
-        times["scoring_s"] += time.perf_counter() - began
+        draw.scoring_s += time.perf_counter() - began
         return made
 
     def score(self, rollouts: Sequence[Rollout], rows: Sequence[Row]) -> None:

@@ -22,6 +22,7 @@ from finetune.rollout.ledger import Rollout, account
 from finetune.rollout.served import ServedEngine
 from finetune.train import agents
 from finetune.train.agents import AgentSampler, all_done
+from finetune.train.sampling import Draw
 from finetune.train.segments import batch_segments
 from tests.rollout.scripted import CONTEXT, ScriptedEngine, call_text, tiny_chat
 
@@ -68,9 +69,9 @@ def work(chat: Any) -> Callable[..., list[Rollout]]:
             for place, name in enumerate(tasks)
         ]
         rows = [Row({"folder": str(DESK / name)}, name, 1) for name in tasks]
-        times = {"sampling_s": 0.0, "scoring_s": 0.0}
-        made = sampler.sample(rollouts, rows, start.engine, 1.0, times)  # type: ignore[attr-defined]
-        assert times["sampling_s"] > 0
+        draw = Draw(start.engine, 1.0)  # type: ignore[attr-defined]
+        made = sampler.sample(rollouts, rows, draw)
+        assert draw.sampling_s > draw.scoring_s >= 0
         return made
 
     return start
@@ -152,6 +153,28 @@ def test_failures_have_names_and_no_reward(
 def hurried(task: Any) -> Any:
     """Return the task with a second for the agent."""
     return replace(task, limits=replace(task.limits, seconds=1.0))
+
+
+ASKS_ON = """
+import json, os, urllib.request
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+for number in range(9):
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": str(number)}]}).encode()
+    urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers))
+"""
+
+
+def test_a_program_that_asks_on_and_on_gets_no_more_answers_than_its_budget(work: Any) -> None:
+    command = [ProcessBox().python, "-c", ASKS_ON]
+    (made,) = work(["an answer"], harness="command", harness_command=command, max_agent_steps=3)
+    assert [bool(call.completion_ids) for call in made.calls] == [True, True, True], made.agent
+    assert (made.agent["status"], made.truncated) == ("step_limit", True)
+
+
+def test_an_engine_that_cannot_go_on_ends_the_training_and_is_no_lost_rollout(work: Any) -> None:
+    with pytest.raises(FinetuneError, match="a restarted server") as caught:
+        work([FinetuneError("sync_unproved", "a restarted server was not proved")])
+    assert caught.value.code == "sync_unproved"
 
 
 class Closed(ProcessBox):

@@ -28,6 +28,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fsdp2 x2, packed": {"num_gpus": 2, "parallel": "fsdp2", "packing": True},
     "fsdp2 x3, accumulation": {"num_gpus": 3, "parallel": "fsdp2", "batch_size_per_gpu": 1},
 }
+COMBINED = (
+    "ddp x2, accumulation",
+    "fsdp2 x2, packed",
+)  # of what others show one by one: in `make proof ROW=long-tests`
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +79,13 @@ def assert_equal(run: Path, reference: Path) -> None:
     assert relative_difference(adapter(reference), adapter(run)) < ADAPTER
 
 
-@pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(value, id=name, marks=[pytest.mark.proof] if name in COMBINED else [])
+        for name, value in VARIANTS.items()
+    ],
+)
 def test_spread_training_equals_one_process(
     settings: dict[str, Any], one_process: Path, start_adapter: Path, tmp_path: Path
 ) -> None:

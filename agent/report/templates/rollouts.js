@@ -212,7 +212,7 @@ class Browser {
 
   segment(one, segment, number, isTrained) {
     const from = segment.parent === null ? "" : `, goes on from segment ${segment.parent + 1}`;
-    const title = `segment ${number + 1} (${segment.history}${from}): ${segment.num_calls} calls, ${segment.num_tokens} tokens`;
+    const title = `segment ${number + 1} (${segment.history}${from}): ${segment.num_calls} call${segment.num_calls === 1 ? "" : "s"}, ${segment.num_tokens} tokens`;
     const made = element("div", { class: "segment", "data-history": segment.history }, element("div", { class: "small", text: title }));
     for (const span of segment.spans) {
       const part = element("div", { class: span.sampled ? "tokens completion" : "prompt tokens" });
