@@ -4,7 +4,6 @@ steps, and what was trained is audited and shown.
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
