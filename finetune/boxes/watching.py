@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -96,16 +96,27 @@ def _next(began: float, every: float) -> float:
     return now + max(every, 10 * (now - began))
 
 
-def shared_out_bytes(resident: Mapping[int, int]) -> int:
-    """Return the memory of these processes, a page that n processes share counted as its n-th part by each (PSS)."""
+def shared_out_bytes(pids: Iterable[int]) -> int:
+    """Return the memory of these processes, a page that n processes share counted as its n-th part by each (PSS).
+
+    What has ended meanwhile holds nothing; what is not ours to look into counts whole.
+    """
     total = 0
-    for pid, size in resident.items():
+    for pid in pids:
         try:
             text = Path(f"/proc/{pid}/smaps_rollup").read_text()
             total += 1024 * int(text.partition("\nPss:")[2].split()[0])
         except (OSError, IndexError, ValueError):
-            total += size  # not ours to look into, or just gone
+            total += _resident_bytes(pid)
     return total
+
+
+def _resident_bytes(pid: int) -> int:
+    """Return the resident bytes of a process at this moment: 0 of one that has ended, also where nobody waited for it."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE
+    except (OSError, IndexError):
+        return 0
 
 
 def bytes_under(folder: Path, enough: int) -> int:

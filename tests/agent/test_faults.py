@@ -47,7 +47,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+# One of them waits 30 seconds for whoever holds the folder to say who it is.
+WAITS = "a_run_folder_that_another_process_holds"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.proof) if name == WAITS else name for name in FAULTS]
+)
 def test_a_fault_from_outside_is_named(name: str, place: Place) -> None:
     cause, codes, exit_code = FAULTS[name]
     answer, found = cause(place)

@@ -226,7 +226,7 @@ def steady(value: Any) -> Any:
         return {name: steady(item) for name, item in value.items() if name not in CHANGING}
     if isinstance(value, list):
         return [steady(item) for item in value]
-    return re.sub(r"of [\d.]+ GiB free", "of some GiB free", value) if isinstance(value, str) else value
+    return re.sub(r"[\d.]+ GiB free", "some GiB free", value) if isinstance(value, str) else value
 
 
 def by_mcp(roots: Roots, name: str, arguments: dict[str, Any]) -> dict[str, Any]:

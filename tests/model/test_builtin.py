@@ -110,6 +110,7 @@ def test_the_tokenizer_of_smollm2_gives_text_back_and_splits_digits(text: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_two_processes_convert_smollm2_once(tmp_path: Path) -> None:
     """Both start with an empty cache: one converts, the other waits for it, and no half-made folder is ever seen."""
     code = """

@@ -100,6 +100,7 @@ def test_sigterm_saves_together_and_the_run_goes_on_later(straight: Path, tmp_pa
     assert_same_end(run, straight, finish(run))
 
 
+@pytest.mark.proof  # as does the row kills-parent
 def test_another_seed_gives_other_bytes(straight: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", ragged_examples(9), **{**SETTINGS, "seed": 1})
     assert finish(run)["exit_code"] == 0

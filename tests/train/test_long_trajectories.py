@@ -63,6 +63,7 @@ def batches(folder: Path, num_calls: int, tokens: tuple[int, int], cut: bool = F
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.parametrize("is_chunked", [True, False])
 def test_a_trajectory_of_16000_tokens_trains_without_whole_logits(
     is_chunked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
