@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import statistics
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from agent.render import Answer
 from finetune.errors import FinetuneError
 
 _MOST_FAULTS = 20
+_SAME = 1e-6  # rewards of a group that differ by less give no advantage
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,10 @@ def audit(run_dir: Path) -> Answer:
     if not files:
         raise FinetuneError("file_missing", f"{folder} holds no rollouts", file=str(folder))
     found = _Audit()
+    plan = _Plan.read(run_dir / "plan.json")
     told = _told_ledgers(run_dir / "metrics.jsonl")
-    steps = [_audited(file, told, found) for file in files]
+    _check_complete(folder, {file.name for file in files}, told, plan, found)
+    steps = [_audited(file, told, plan, found) for file in files]
     data = {
         "files": len(files),
         **dict(found.counts),
@@ -79,6 +84,40 @@ def audit(run_dir: Path) -> Answer:
     return Answer("rollouts", status, text, run_dir=run_dir, data=data, errors=errors, pages="steps")
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What the plan says of batches: how many optimizer steps train on each, and what divides advantages."""
+
+    passes: int = 1
+    scale: str = "group"
+
+    @classmethod
+    def read(cls, path: Path) -> _Plan:
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+            return cls(settings["passes"]["value"], settings["scale_rewards"]["value"])
+        except FileNotFoundError:
+            return cls()
+        except (ValueError, KeyError, TypeError) as error:
+            raise FinetuneError(
+                "bad_rollouts", f"{path}: no plan of rollouts: {error}", file=str(path)
+            ) from error
+
+
+def _check_complete(
+    folder: Path, names: set[str], told: dict[int, dict[str, Any]], plan: _Plan, found: _Audit
+) -> None:
+    """Check that each batch which the engine, the trainer or the metrics tell of has its records."""
+    for kind, of in (("served-", ""), ("trained-", "step-")):
+        for path in sorted(folder.glob(f"{kind}*.jsonl")):
+            if (wanted := of + path.name.removeprefix(kind)) not in names:
+                found.wrong(path, f"{wanted}, the records of what it tells of, is not there")
+    for step in told:
+        first = (step - 1) // plan.passes * plan.passes + 1
+        if (wanted := f"step-{first:06d}.jsonl") not in names:
+            found.wrong(folder / wanted, f"it is not there, but metrics.jsonl has a ledger for step {step}")
+
+
 def _told_ledgers(path: Path) -> dict[int, dict[str, Any]]:
     """Return step -> the ledger in its metrics; a line that is none is left out."""
     found = {}
@@ -92,7 +131,7 @@ def _told_ledgers(path: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _audited(file: Path, told: dict[int, dict[str, Any]], found: _Audit) -> dict[str, Any]:
+def _audited(file: Path, told: dict[int, dict[str, Any]], plan: _Plan, found: _Audit) -> dict[str, Any]:
     head, *rollouts = _lines(file)
     before = len(found.faults)
     sampled = [one for rollout in rollouts for one in _sampled(file, rollout, found)]
@@ -119,6 +158,7 @@ def _audited(file: Path, told: dict[int, dict[str, Any]], found: _Audit) -> dict
         found.wrong(file, f"metrics.jsonl has another ledger for step {step}")
     if kind == "step":
         _check_trained(file, trained, found)
+        _check_advantages(file, rollouts, plan.scale, found)
     return {
         "file": file.name,
         "calls": len(sampled),
@@ -183,19 +223,25 @@ def _match(file: Path, sampled: list[_Sampled], found: _Audit) -> int:
         if sampled:
             found.wrong(file, f"{path.name} is not there: what the engine served is not known")
         return 0
-    served = Counter(
-        (one["seed"], one["version"], one["prompt_sha256"], one["completion_sha256"]) for one in _lines(path)
-    )
+    served: dict[tuple[Any, ...], list[str | None]] = {}  # of each key the digests of the log-probs
+    for line in _lines(path):
+        key = (line["seed"], line["version"], line["prompt_sha256"], line["completion_sha256"])
+        served.setdefault(key, []).append(line.get("logprobs_sha256"))
     matched = 0
     for one in sampled:
-        if served[one.key] > 0:
-            served[one.key] -= 1
-            matched += 1
-        else:
+        digests = served.get(one.key, [])
+        if not digests:
             found.wrong(file, f"{one.where}: the engine served no such tokens (seed {one.seed})")
-    for key, count in served.items():
-        if count:
-            found.wrong(file, f"the engine served {count} completions of seed {key[0]} that no record holds")
+            continue
+        matched += 1
+        own = _digest(one.logprobs, "d")
+        if own not in digests:
+            found.wrong(file, f"{one.where}: the engine gave other log-probs (seed {one.seed})")
+        digests.remove(own if own in digests else digests[0])
+    for key, digests in served.items():
+        if digests:
+            text = f"the engine served {len(digests)} completions of seed {key[0]} that no record holds"
+            found.wrong(file, text)
     return matched
 
 
@@ -236,11 +282,37 @@ def _check_trained(file: Path, trained: list[_Sampled], found: _Audit) -> None:
     tokens: Counter[str] = Counter()
     for one in trained:
         tokens[one.where.partition(",")[0].partition(".try")[0]] += len(one.completion)
-    for line in _lines(path)[1:]:
+    lines = _lines(path)[1:]
+    if missing := tokens.keys() - {line["id"] for line in lines}:
+        found.wrong(path, f"{', '.join(sorted(missing))}: said to be trained, and not there")
+    for line in lines:
         if len(line["logprobs"]) != tokens[line["id"]]:
             text = f"{line['id']}: {tokens[line['id']]} tokens sampled, {len(line['logprobs'])} trained"
             found.wrong(path, text)
 
 
-def _digest(ids: list[int]) -> str:
-    return hashlib.sha256(struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
+def _check_advantages(file: Path, rollouts: list[dict[str, Any]], scale: str, found: _Audit) -> None:
+    """Check each advantage against the rewards of its group: (R - mean) / (deviation + 1e-4)."""
+    rewards = {
+        one["id"]: (one["group"], float(one["reward"]))
+        for one in rollouts
+        if one["status"] == "scored" and one["reward"] is not None
+    }
+    every = [reward for _, reward in rewards.values()]
+    for one in rollouts:
+        expected = 0.0
+        if one["id"] in rewards:
+            group, reward = rewards[one["id"]]
+            own = [other for its_group, other in rewards.values() if its_group == group]
+            if len(own) > 1 and max(own) - min(own) >= _SAME:
+                spread = statistics.stdev(every if scale == "batch" else own)
+                divisor = 1.0 if scale == "none" else spread + 1e-4
+                expected = (reward - statistics.fmean(own)) / divisor
+        if not math.isclose(one["advantage"], expected, rel_tol=1e-6, abs_tol=1e-9):
+            text = f"{one['id']}: the advantage is {one['advantage']}, its group's rewards give {expected}"
+            found.wrong(file, text)
+
+
+def _digest(values: Sequence[float], form: str = "I") -> str:
+    """Return the sha256 of numbers, little-endian: token ids in 4 bytes each, log-probs (form d) in 8."""
+    return hashlib.sha256(struct.pack(f"<{len(values)}{form}", *values)).hexdigest()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import secrets
 import shutil
@@ -41,6 +42,8 @@ _SOCKET = "/run/finetune/endpoint.sock"
 _STDIN = "/run/finetune/stdin"
 _ROOMS = {"/tmp": "1777", "/dev/shm": "1777", _HOME: "0777"}
 _UNIFIED = Path("/sys/fs/cgroup/unified")  # there where both versions of control groups are mounted
+# In the names of variables that an engine takes from its own environment.
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
 _OF_CLIENT = ("PATH", "HOME", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS", "LANG", "DOCKER_HOST")
 
 
@@ -86,7 +89,7 @@ def podman_argv(container: Container, storage: str, runtime: str | None) -> list
         *_ulimits(),
         *user,
         *_mounts(container, ",notmpcopyup"),  # or the room would hold what it covers
-        *(word for name, value in container.environment.items() for word in ("--env", f"{name}={value}")),
+        *_variables(container),
         *("--rootfs", container.root),
     ]
 
@@ -103,7 +106,7 @@ def docker_argv(container: Container) -> list[str]:
         *([] if limits.processes is None else ["--pids-limit", str(limits.processes + 2)]),
         *([] if memory is None else ["--memory", str(memory), "--memory-swap", str(memory)]),
         *_mounts(container),
-        *(word for name, value in container.environment.items() for word in ("--env", f"{name}={value}")),
+        *_variables(container),
         container.root,
     ]
 
@@ -152,6 +155,14 @@ def _mounts(container: Container, room_options: str = "") -> list[str]:
     size = "" if container.room_bytes is None else f",size={container.room_bytes}"
     for place, mode in container.rooms.items():
         words += ["--tmpfs", f"{place}:rw,exec,nosuid,nodev,mode={mode}{size}{room_options}"]
+    return words
+
+
+def _variables(container: Container) -> list[str]:
+    """Return the options for the environment; a secret is named alone, since all users read command lines."""
+    words = []
+    for name, value in container.environment.items():
+        words += ["--env", name if _SECRET.search(name) else f"{name}={value}"]
     return words
 
 
@@ -240,6 +251,7 @@ class ContainerBox:
         inner = entering(entry, command, container.limits, None, line)
         client = {name: os.environ[name] for name in _OF_CLIENT if name in os.environ} | {MARKER: marker}
         inside = dict(container.environment) | {MARKER: marker}
+        client |= {name: value for name, value in inside.items() if _SECRET.search(name)}
         container = replace(container, environment=inside)
         storage = str(self._folder)
         if self.engine == "podman":

@@ -6,6 +6,7 @@ nobody out of the folder, and a folder too large is not copied at all.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -21,6 +22,11 @@ class TooLarge(Exception):
     """A folder holds more than may be copied."""
 
 
+def encodable(text: str) -> str:
+    """Return a text that can be written as UTF-8: what no encoding holds (half characters, bytes of a name) is spelled out."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def sealed_copy(source: Path, target: Path, most_bytes: int | None = None) -> list[str]:
     """Copy a folder that no process writes to any more; return what was left out, a line each.
 
@@ -31,6 +37,16 @@ def sealed_copy(source: Path, target: Path, most_bytes: int | None = None) -> li
     copying = _Copying(source, target, most_bytes)
     if not target.exists():
         make_folder(target)
+    try:
+        _copy_all(copying, target)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise TooLarge("folders are nested deeper than a path can name") from error
+    return [encodable(note) for note in copying.left_out]
+
+
+def _copy_all(copying: _Copying, target: Path) -> None:
     folders = [Path()]
     while folders:
         folder = folders.pop()
@@ -47,7 +63,6 @@ def sealed_copy(source: Path, target: Path, most_bytes: int | None = None) -> li
                 copying.copy_file(place)
             else:
                 copying.left_out.append(f"{place}: no ordinary file")
-    return copying.left_out
 
 
 def lay_over(source: Path, target: Path) -> None:

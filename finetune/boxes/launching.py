@@ -7,6 +7,7 @@ that could not be set up is an error (no_sandbox), never the command's failure.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import selectors
@@ -134,6 +135,10 @@ def entering(
     return [entry.python, "-I", "-S", "-c", _ENTRY.read_text(), json.dumps(told), *command]
 
 
+class _NotTaken(Exception):
+    """The kernel takes no such command: it holds a zero byte, or is too long."""
+
+
 @dataclass
 class _Capped:
     """The first `room` bytes of a stream."""
@@ -153,7 +158,10 @@ class _Capped:
 
 
 def supervised(launch: Launch, workspace: Path, limits: Limits, stdin: bytes) -> BoxResult:
-    """Start what `launch` says, read its output, end it when it passes a limit and all of its group in any case."""
+    """Start what `launch` says, read its output, end it when it passes a limit and all of its group in any case.
+
+    A command that the kernel does not take has failed with 126, as shells say it.
+    """
     told_read, told_write = os.pipe()
     try:
         with tempfile.TemporaryFile() as given:
@@ -171,6 +179,8 @@ def supervised(launch: Launch, workspace: Path, limits: Limits, stdin: bytes) ->
                 _ended(child, launch)
             seconds = time.monotonic() - began
         told = _told(told_read) if launch.start_line is None else _told_by(outputs[1], launch.start_line)
+    except _NotTaken as error:
+        return BoxResult(126, "", f"the command cannot be started: {error}")
     finally:
         os.close(told_read)
         if told_write >= 0:
@@ -227,7 +237,11 @@ def _started(launch: Launch, workspace: Path, given: IO[bytes], told_fd: int) ->
             start_new_session=True,
             pass_fds=(told_fd, *launch.pass_fds) if is_child else (),
         )
+    except ValueError as error:
+        raise _NotTaken(str(error)) from error
     except OSError as error:
+        if error.errno == errno.E2BIG:
+            raise _NotTaken(error.strerror) from error
         raise FinetuneError("no_sandbox", f"the box could not be started: {error}") from error
 
 

@@ -150,9 +150,12 @@ def num_threads_of(uid: int) -> int:
 
 
 @contextlib.contextmanager
-def new_workspace(files: Mapping[str, str | bytes]) -> Iterator[Path]:
-    """Make a folder with these files (name -> content), which is gone afterwards with what a command left in it."""
-    folder = Path(tempfile.mkdtemp(prefix="finetune-box-"))
+def new_workspace(files: Mapping[str, str | bytes], place: Path | None = None) -> Iterator[Path]:
+    """Make a folder with these files (name -> content), which is gone afterwards with what a command left in it.
+
+    place: the folder that it is made in, instead of the temporary one.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="finetune-box-", dir=place))
     try:
         for path, content in files.items():
             target = folder / path

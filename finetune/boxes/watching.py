@@ -122,7 +122,8 @@ def _resident_bytes(pid: int) -> int:
 def bytes_under(folder: Path, enough: int) -> int:
     """Return what is stored under a folder, or something above `enough` as soon as it is known to be more.
 
-    Too many entries, and folders so deep that no path names them, count as too much.
+    Too many entries, folders so deep that no path names them, and folders that are closed to us (which a command may
+    fill all the same) count as too much.
     """
     total, count = 0, 0
     folders = [str(folder)]
@@ -137,7 +138,7 @@ def bytes_under(folder: Path, enough: int) -> int:
                             folders.append(entry.path)
                     if total > enough or count > _MOST_ENTRIES:
                         return max(total, enough + 1)
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
+        except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError:
             return enough + 1

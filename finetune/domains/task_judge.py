@@ -7,6 +7,7 @@ Python (`-c`) with what it is told as JSON. stdout carries nothing else; what th
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import os
 import subprocess
@@ -40,13 +41,19 @@ def _run_script(path: str) -> dict:
 def _text(folder: str, name: str) -> str | None:
     try:
         with open(os.path.join(folder, name), "rb") as file:
-            return file.read(_MOST_BYTES).decode(errors="replace")
+            content = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         return None
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"{name} holds more than {_MOST_BYTES} bytes")
+    return content.decode(errors="replace")
 
 
 def _run_tests(path: str) -> dict:
-    """Call each function test_* in the order of the file; one that raises has failed. A file that cannot be run raises."""
+    """Call each function test_* in the order of the file; one that raises has failed.
+
+    A file that cannot be run raises, and so does a test whose call runs nothing: a generator or a coroutine.
+    """
     with open(path, encoding="utf-8") as file:
         code = compile(file.read(), path, "exec")
     names: dict = {"__name__": "test_outputs", "__file__": path}
@@ -55,11 +62,13 @@ def _run_tests(path: str) -> dict:
     for name, value in list(names.items()):
         if name.startswith("test_") and callable(value):
             try:
-                value()
+                given = value()
             except Exception:
                 traceback.print_exc()
                 results[name] = False
             else:
+                if inspect.isgenerator(given) or inspect.isasyncgen(given) or inspect.isawaitable(given):
+                    raise TypeError(f"{name} gives a {type(given).__name__}, of which nothing was run")
                 results[name] = True
     return results
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from finetune.boxes.bubblewrap import open_box
-from finetune.boxes.folders import TooLarge, lay_over, make_folder, sealed_copy
+from finetune.boxes.folders import TooLarge, encodable, lay_over, make_folder, sealed_copy
 from finetune.boxes.launching import BoxResult, Limits
 from finetune.boxes.process import Box, new_workspace
 from finetune.data.task_files import SETUP, Program, TaskFile, read_task, task_folders
@@ -22,6 +23,7 @@ from finetune.errors import FinetuneError, Problems
 
 _JUDGE = Path(__file__).with_name("task_judge.py")
 _LOG_BYTES = 20_000
+_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII)  # of what float() reads
 # No module of the workspace is imported by a verifier's Python in place of one of Python's own.
 _JUDGE_ENVIRONMENT = {
     "WORKSPACE": "/workspace",
@@ -142,7 +144,7 @@ def prepare_workspace(task: Task, folder: Path, box: Box | None = None) -> None:
         sealed_copy(environment, folder)
     (folder / SETUP).unlink(missing_ok=True)
     if (environment / SETUP).is_file():
-        with new_workspace({SETUP: (environment / SETUP).read_bytes()}) as apart:
+        with new_workspace({SETUP: (environment / SETUP).read_bytes()}, folder.parent) as apart:
             (apart / SETUP).chmod(0o644)
             limits = replace(task.limits, seconds=task.verifier_timeout_s)
             command = ["sh", f"/{SETUP}"]
@@ -157,10 +159,12 @@ def verify(task: Task, workspace: Path, box: Box) -> TaskScore:
     """Return what the work in `workspace` is worth; no process may write to it any more. It is not changed.
 
     Programs of the agent that the task names are run first, each in a box of its own; a verifier that runs code of the
-    agent itself has it in its own box, where that code may meddle with the verdict.
+    agent itself has it in its own box, where that code may meddle with the verdict. What is judged lies beside the
+    workspace meanwhile.
     """
     limits = replace(task.limits, seconds=task.verifier_timeout_s)
-    with new_workspace({}) as sealed, new_workspace({}) as apart:
+    place = workspace.parent
+    with new_workspace({}, place) as sealed, new_workspace({}, place) as apart:
         try:
             notes = sealed_copy(workspace, sealed, task.limits.workspace_bytes)
             sealed_copy(task.folder / "verifier", apart / "verifier")
@@ -183,7 +187,7 @@ def _run_programs(task: Task, sealed: Path, apart: Path, box: Box) -> None:
     """Run the agent's programs and keep what they print under programs/NAME: stdout, stderr, and exit_code (or the limit)."""
     make_folder(apart / "programs")
     for program in task.programs:
-        with new_workspace({}) as folder:
+        with new_workspace({}, sealed.parent) as folder:
             sealed_copy(sealed, folder)
             if program.files is not None:
                 lay_over(apart / "verifier" / program.files, folder)
@@ -208,11 +212,21 @@ def _scored(task: Task, result: BoxResult, log: str) -> TaskScore:
     try:
         if result.over_limit is not None or result.exit_code != 0:
             raise _NoReward(f"the verifier ended with {result.over_limit or result.exit_code}")
-        found = _json(result.stdout, "what the verifier's box printed")
+        found = _verdict(result.stdout)
         reward, parts = _of_script(task, found) if "exit_code" in found else _of_tests(task, found["tests"])
     except _NoReward as error:
-        return TaskScore(None, {}, "verifier", f"{log}no reward: {error}\n")
-    return TaskScore(reward, parts, "scored", log)
+        return TaskScore(None, {}, "verifier", encodable(f"{log}no reward: {error}\n"))
+    return TaskScore(reward, {encodable(name): part for name, part in parts.items()}, "scored", log)
+
+
+def _verdict(text: str) -> dict[str, Any]:
+    """Return what the judge printed; raises where code that a verifier runs has printed something else in its place."""
+    match found := _json(text, "what the verifier's box printed"):
+        case {"exit_code": int(), "files": {"reward.txt": str() | None, "reward.json": str() | None}}:
+            return found
+        case {"tests": dict(tests)} if all(isinstance(is_passed, bool) for is_passed in tests.values()):
+            return found
+    raise _NoReward(f"the verifier's box printed no verdict: {text[:200]}")
 
 
 def _of_tests(task: Task, tests: dict[str, bool]) -> tuple[float, dict[str, float]]:
@@ -236,10 +250,9 @@ def _of_script(task: Task, found: dict[str, Any]) -> tuple[float, dict[str, floa
         return _of_json(_json(as_json, "reward.json"))
     if text is None:
         raise _NoReward(f"test.sh wrote neither reward.txt nor reward.json (exit code {code})")
-    try:
-        return _number(float(text), "reward.txt"), {}
-    except ValueError as error:
-        raise _NoReward(f"reward.txt holds no number: {text[:100]!r}") from error
+    if _NUMBER.fullmatch(text) is None:
+        raise _NoReward(f"reward.txt holds no number: {text[:100]!r}")
+    return _number(float(text), "reward.txt"), {}
 
 
 def _of_json(value: Any) -> tuple[float, dict[str, float]]:
@@ -254,11 +267,14 @@ def _of_json(value: Any) -> tuple[float, dict[str, float]]:
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _NoReward(f"{where} is no JSON: {error}") from error
 
 
 def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _NoReward(f"{where}: {str(value)[:100]!r} is no finite number")
-    return float(value)
+    try:
+        if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an integer past all floats
+        pass
+    raise _NoReward(f"{where}: {str(value)[:100]!r} is no finite number")

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 from finetune.data.chat import ChatFormat
 from finetune.data.conversation import Message
 from finetune.errors import FinetuneError
-from finetune.rollout.calls import CallLimits, ModelCall, RolloutCalls, call_id
-from finetune.rollout.endpoint import MOST_CONNECTIONS, ClientLeft, Endpoint, HttpRequest, Reply
+from finetune.rollout.calls import CallLimits, ModelCall, RolloutCalls, UsedUp, call_id
+from finetune.rollout.endpoint import MOST_BODIES, MOST_CONNECTIONS, ClientLeft, Endpoint, HttpRequest, Reply
 from finetune.rollout.engine import Completion, Engine, Fault
 from finetune.rollout.ledger import REFUSED, CallRecord, Purpose
 from finetune.rollout.sampling_pool import SamplingPool
@@ -45,7 +45,7 @@ class BridgeSettings:
 
     context, max_new_tokens, temperature: the plan's. headroom_share: of the context, left free where tool outputs are cut.
     threads: that ask the engine (1 for an engine in this process). keepalive_s: how long a stream is silent before it is
-    told that it lives. settle_s: how long close() waits for calls that are being sampled for clients that have left.
+    told that it lives.
     """
 
     context: int
@@ -54,7 +54,6 @@ class BridgeSettings:
     headroom_share: float = 0.125
     threads: int = 1
     keepalive_s: float = 15.0
-    settle_s: float = 60.0
     has_port: bool = False  # also on a port of 127.0.0.1, for programs outside of boxes
     folder: Path | None = None  # of the sockets; a new one under the temporary folder
 
@@ -74,12 +73,12 @@ class Session:
     calls: RolloutCalls
     url: str = BOX_URL
     direct_url: str | None = None
-    max_calls: int | None = None
     helper_prompts: tuple[re.Pattern[str], ...] = ()
     is_over_limit: bool = False  # a call past max_calls was refused
     endpoint: Endpoint | None = None
     answering: set[asyncio.Task[Any]] = field(default_factory=set)
     running: set[concurrent.futures.Future[Any]] = field(default_factory=set)
+    settled: threading.Condition = field(default_factory=threading.Condition)  # of running
 
     @property
     def num_calls(self) -> int:
@@ -135,28 +134,32 @@ class Bridge:
     ) -> Session:
         """Return the endpoint of a new rollout.
 
-        max_calls: policy calls that are answered; helper_prompts: a call without tools whose system prompt one of these
+        max_calls: policy calls that are sampled; helper_prompts: a call without tools whose system prompt one of these
         patterns finds is a helper call, as is every call of the model "helper".
         """
         token = secrets.token_hex(24)
         socket = self._folder / f"{secrets.token_hex(8)}.sock"
-        calls = RolloutCalls(rollout_id, seed, self._transcript, self._settings.limits)
-        session = Session(rollout_id, token, socket, calls, max_calls=max_calls)
+        calls = RolloutCalls(rollout_id, seed, self._transcript, self._settings.limits, max_calls)
+        session = Session(rollout_id, token, socket, calls)
         session.helper_prompts = tuple(re.compile(pattern) for pattern in helper_prompts)
         session.direct_url = f"http://127.0.0.1:{self._port}/v1" if self._port else None
         session.endpoint = Endpoint(
-            lambda request, reply: self._handle(session, request, reply), MOST_CONNECTIONS
+            lambda request, reply: self._handle(session, request, reply), MOST_CONNECTIONS, MOST_BODIES
         )
         self._sessions[token] = session
         self._run(session.endpoint.listen_at(socket))
         return session
 
     def close(self, session: Session) -> list[CallRecord]:
-        """End a rollout's endpoint and return its calls in order of arrival, each with what became of it."""
+        """End a rollout's endpoint and return its calls in order of arrival, each with what became of it.
+
+        It waits for what is still being sampled, for whom ever: what the engine served is in the records.
+        """
         self._sessions.pop(session.token, None)
         self._run(_ended(session))
         session.socket.unlink(missing_ok=True)
-        concurrent.futures.wait(list(session.running), self._settings.settle_s)
+        with session.settled:  # not on the futures: they are done before what they hold is recorded
+            session.settled.wait_for(lambda: not session.running)
         return session.calls.records()
 
     def shutdown(self) -> None:
@@ -181,6 +184,9 @@ class Bridge:
         self.shutdown()
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        if self._loop.is_closed():  # by a training that was told to stop, and waits for no agent
+            work.close()
+            raise FinetuneError("stopped", "the bridge was closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     # Requests, in the bridge's thread
@@ -196,7 +202,7 @@ class Bridge:
                 await reply.send(200, models_body([POLICY, HELPER], self._settings.context))
             elif (request.method, request.path) == ("POST", "/v1/chat/completions"):
                 with _answering(named):
-                    await self._complete(named, read_request(request.body), reply)
+                    await self._complete(named, read_request(await request.body()), reply)
             else:
                 raise Refusal(404, f"{request.method} {request.path}: there is no such thing", "not_found")
         except Refusal as refusal:
@@ -233,11 +239,11 @@ class Bridge:
 
     async def _begun(self, session: Session, request: ChatRequest) -> ModelCall:
         purpose = self._purpose(session, request)
-        if purpose == POLICY and session.max_calls is not None and session.num_calls >= session.max_calls:
-            session.is_over_limit = True
-            raise Refusal(403, f"all {session.max_calls} calls of this rollout are used up", "step_limit")
         try:
             call = await asyncio.to_thread(session.calls.begin, request.messages, request.tools, purpose)
+        except UsedUp as error:
+            session.is_over_limit = True
+            raise Refusal(403, "all calls of this rollout are used up", "step_limit") from error
         except FinetuneError as error:
             code = "context_length_exceeded" if error.code == "too_long" else error.code
             raise Refusal(400, error.message, code) from error
@@ -260,7 +266,8 @@ class Bridge:
         assert call.sampling is not None, "a call that was begun has its sampling"
         pool = self._pools.get(call.record.purpose, self._pools[POLICY])
         future = pool.submit(call.call, call.sampling)
-        session.running.add(future)
+        with session.settled:
+            session.running.add(future)
         future.add_done_callback(lambda done: _settled(session, call, done))
         waiting = asyncio.wrap_future(future)
         left = asyncio.ensure_future(reply.left.wait())
@@ -309,9 +316,13 @@ def _settled(
     session: Session, call: ModelCall, future: concurrent.futures.Future[Completion | Fault]
 ) -> None:
     """Record what was sampled, for whom it was, and that it is no longer waited for."""
-    if not future.cancelled():
+    if future.cancelled():
+        session.calls.dropped(call)
+    else:
         session.calls.sampled(call, future.result())
-    session.running.discard(future)
+    with session.settled:
+        session.running.discard(future)
+        session.settled.notify_all()
 
 
 @contextlib.contextmanager
@@ -365,6 +376,8 @@ def _socket_folder(folder: Path | None) -> Path:
     """Return a folder whose sockets have paths that the kernel takes, and that others may go through but not list."""
     made = folder or Path(tempfile.mkdtemp(prefix="finetune-bridge-"))
     if len(str(made)) + 25 > _SOCKET_PATH:
+        if folder is None:
+            made.rmdir()
         made = Path(tempfile.mkdtemp(prefix="finetune-bridge-", dir="/tmp"))
     made.mkdir(parents=True, exist_ok=True)
     made.chmod(0o711)

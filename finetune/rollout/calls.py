@@ -55,40 +55,65 @@ class ModelCall:
     began: float
     sampling: Sampling | None = None
     has_successor: bool = False  # a later request holds its answer
+    is_dropped: bool = False  # nothing is sampled for it: its client left before, or the engine failed
 
     @property
     def call(self) -> Call:
         return Call(self.record.prompt_ids, self.record.sampling["seed"])
 
 
-class RolloutCalls:
-    """All calls of one rollout; any thread may call."""
+class UsedUp(Exception):
+    """The rollout has no policy call left."""
 
-    def __init__(self, rollout: str, seed: int, transcript: Transcript, limits: CallLimits) -> None:
+
+class RolloutCalls:
+    """All calls of one rollout; any thread may call. max_calls: policy calls that are sampled, whoever waits for them."""
+
+    def __init__(
+        self,
+        rollout: str,
+        seed: int,
+        transcript: Transcript,
+        limits: CallLimits,
+        max_calls: int | None = None,
+    ) -> None:
         self._rollout, self._seed, self._transcript, self._limits = rollout, seed, transcript, limits
+        self._max_calls = max_calls
         self._calls: list[ModelCall] = []
+        # Never held while a conversation is tokenised: the bridge's loop waits for it.
         self._lock = threading.Lock()
 
     def begin(self, messages: list[Message], tools: Tools | None, purpose: Purpose) -> ModelCall:
         """Enter a request and return its call, with the prompt that it is to be answered for.
 
-        Raises FinetuneError, and the call is refused: too_long where even cut tool outputs leave no room, and what the
-        template raises.
+        Raises UsedUp, and there is no call; FinetuneError, and the call is refused: too_long where even cut tool outputs
+        leave no room, and what the template raises.
         """
         began = time.monotonic()
+        digest = hashlib.sha256(_canonical([messages, tools]).encode()).hexdigest()
         with self._lock:
-            call = self._entered(messages, tools, purpose, began)
-            try:
-                self._set_prompt(call)
-            except FinetuneError as error:
+            if purpose == "policy" and self._max_calls is not None and self._num_spent() >= self._max_calls:
+                raise UsedUp
+            call = self._entered(messages, tools, purpose, digest, began)
+        try:
+            self._set_prompt(call)
+        except FinetuneError as error:
+            with self._lock:
                 call.record.status, call.record.error = REFUSED, f"{error.code}: {error.message}"[:2000]
-                raise
-            return call
+            raise
+        return call
+
+    def _num_spent(self) -> int:
+        """Return how many policy calls have been sampled or will be, also for clients that have left."""
+        spent = (PENDING, ANSWERED, ABORTED)
+        return sum(
+            call.record.purpose == "policy" and call.record.status in spent and not call.is_dropped
+            for call in self._calls
+        )
 
     def _entered(
-        self, messages: list[Message], tools: Tools | None, purpose: Purpose, began: float
+        self, messages: list[Message], tools: Tools | None, purpose: Purpose, digest: str, began: float
     ) -> ModelCall:
-        digest = hashlib.sha256(_canonical([messages, tools]).encode()).hexdigest()
         same = [one for one in self._calls if (one.record.digest, one.record.purpose) == (digest, purpose)]
         record = CallRecord(self._rollout, len(self._calls), purpose, len(same) + 1, digest)
         parent = self._parent(messages, purpose)
@@ -177,6 +202,7 @@ class RolloutCalls:
                 if record.status == PENDING:
                     record.status = outcome.kind
                 record.error = record.error or outcome.text
+                call.is_dropped = True
                 return
             record.completion_ids, record.logprobs = list(outcome.ids), list(outcome.logprobs)
             record.version, record.stopped = outcome.version, outcome.stopped
@@ -191,24 +217,26 @@ class RolloutCalls:
         with self._lock:
             call.record.status, call.record.error = ABORTED, why
 
+    def dropped(self, call: ModelCall) -> None:
+        """Say that nothing is sampled for it: its client left while it waited."""
+        with self._lock:
+            call.is_dropped = True
+
     def records(self) -> list[CallRecord]:
         """Return the records in order of arrival, each with its final status. The rollout has ended."""
         with self._lock:
+            attempts: dict[tuple[str, str], list[ModelCall]] = {}
             for call in self._calls:
                 if call.record.status == ANSWERED or (call.record.status == ABORTED and call.has_successor):
-                    call.record.status = USED if self._is_used(call) else UNUSED
+                    attempts.setdefault((call.record.digest, call.record.purpose), []).append(call)
                 elif call.record.status == PENDING:
                     call.record.status, call.record.error = ABORTED, "the rollout ended before the answer"
+            for answered in attempts.values():
+                # Where the agent went on with no answer to this request, it was the last one that mattered.
+                gone_on_with = [call for call in answered if call.has_successor] or answered[-1:]
+                for call in answered:
+                    call.record.status = USED if call in gone_on_with else UNUSED
             return [replace(call.record) for call in self._calls]
-
-    def _is_used(self, call: ModelCall) -> bool:
-        """Whether the agent went on with this answer; where it did with none to this request, whether it is the last one."""
-        same = [
-            one
-            for one in self._calls
-            if (one.record.digest, one.record.purpose) == (call.record.digest, call.record.purpose)
-        ]
-        return call.has_successor if any(one.has_successor for one in same) else call is same[-1]
 
     def counts(self) -> dict[str, int]:
         """Return how many policy calls there are of each status so far."""

@@ -19,17 +19,22 @@ import h11
 
 MAX_BODY = 32 << 20
 MOST_CONNECTIONS = 256  # at once on the socket of a rollout: each costs this process a descriptor
+MOST_BODIES = 4  # that are read at once on the socket of a rollout
 _CHUNK = 1 << 16
+_CHUNKS_AHEAD = 4  # that are taken of a connection before they are asked for
 
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """path: without its query; headers: names in lower case."""
+    """path: without its query; headers: names in lower case. body: reads it, once; who asks for none is sent none.
+
+    body raises ClientLeft where it is too large, which the client is told.
+    """
 
     method: str
     path: str
     headers: dict[str, str]
-    body: bytes
+    body: Callable[[], Awaitable[bytes]]
 
 
 class ClientLeft(Exception):
@@ -82,8 +87,11 @@ Handler = Callable[[HttpRequest, Reply], Awaitable[None]]
 class Endpoint:
     """One listening socket; `handle` answers its requests and may raise ClientLeft."""
 
-    def __init__(self, handle: Handler, most_connections: int | None = None) -> None:
+    def __init__(
+        self, handle: Handler, most_connections: int | None = None, most_bodies: int | None = None
+    ) -> None:
         self._handle, self._most_connections = handle, most_connections
+        self._bodies = asyncio.Semaphore(most_bodies) if most_bodies else contextlib.nullcontext()
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[Any]] = set()
 
@@ -112,12 +120,12 @@ class Endpoint:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
-        connection = _Connection(reader, writer)
+        connection = _Connection(reader, writer, self._bodies)
         try:
             while (reply := await connection.request()) is not None:
                 request, answer = reply
                 await self._handle(request, answer)
-                if not connection.is_reusable():
+                if not await connection.is_reusable():
                     break
         except (ClientLeft, h11.RemoteProtocolError, OSError):
             pass  # nobody is left to be answered, or what was said is no HTTP and was answered so
@@ -131,12 +139,18 @@ class Endpoint:
 class _Connection:
     """One connection. A task reads ahead all the time, or the client's end would be seen only with the next request."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        bodies: contextlib.AbstractAsyncContextManager[None],
+    ) -> None:
         self._h11 = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 16)
+        self._bodies = bodies
         self._reader, self._writer = reader, writer
         self._reply: Reply | None = None
         self._has_ended = False
-        self._incoming: asyncio.Queue[bytes] = asyncio.Queue(64)
+        self._incoming: asyncio.Queue[bytes] = asyncio.Queue(_CHUNKS_AHEAD)
         self._reading = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
@@ -156,27 +170,35 @@ class _Connection:
         """Return the next request and the way to answer it; None where the client has none."""
         try:
             head = await self._event()
-            if not isinstance(head, h11.Request):
-                return None
-            if self._h11.they_are_waiting_for_100_continue:
-                self._writer.write(
-                    self._h11.send(h11.InformationalResponse(status_code=100, headers=[])) or b""
-                )
-            body = bytearray()
-            while isinstance(event := await self._event(), h11.Data):
-                body += event.data
-                if len(body) > MAX_BODY:
-                    await self._refuse(413)
-                    return None
         except h11.RemoteProtocolError as error:
             await self._refuse(error.error_status_hint)
             raise
+        if not isinstance(head, h11.Request):
+            return None
         self._reply = Reply(self._h11, self._writer)
         if self._has_ended:
             self._reply.left.set()
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
         path = head.target.decode("latin-1").partition("?")[0]
-        return HttpRequest(head.method.decode("latin-1"), path, headers, bytes(body)), self._reply
+        return HttpRequest(head.method.decode("latin-1"), path, headers, self._body), self._reply
+
+    async def _body(self) -> bytes:
+        async with self._bodies:
+            if self._h11.they_are_waiting_for_100_continue:
+                self._writer.write(
+                    self._h11.send(h11.InformationalResponse(status_code=100, headers=[])) or b""
+                )
+            body = bytearray()
+            try:
+                while isinstance(event := await self._event(), h11.Data):
+                    body += event.data
+                    if len(body) > MAX_BODY:
+                        await self._refuse(413)
+                        raise ClientLeft
+            except h11.RemoteProtocolError as error:
+                await self._refuse(error.error_status_hint)
+                raise
+            return bytes(body)
 
     async def _event(self) -> Any:
         while (event := self._h11.next_event()) is h11.NEED_DATA:
@@ -189,9 +211,13 @@ class _Connection:
                 text = "the request is no HTTP that is read here, or is too large"
                 await Reply(self._h11, self._writer).send(status, {"error": {"message": text}})
 
-    def is_reusable(self) -> bool:
-        """Whether another request may follow; prepares for it."""
-        if self._h11.our_state is not h11.DONE or self._h11.their_state is not h11.DONE:
+    async def is_reusable(self) -> bool:
+        """Whether another request may follow; prepares for it, and throws away a body that nobody asked for."""
+        if self._h11.our_state is not h11.DONE or self._h11.they_are_waiting_for_100_continue:
+            return False
+        while self._h11.their_state is h11.SEND_BODY:
+            await self._event()
+        if self._h11.their_state is not h11.DONE:
             return False
         self._h11.start_next_cycle()
         self._reply = None

@@ -36,7 +36,7 @@ class Fleet:
     def connect(self, beat: Callable[[str], None], tell: Callable[..., None]) -> tuple[VllmEngine, Syncer]:
         """Wait for the servers and return what samples from them and what brings weights to them.
 
-        tell(kind, **facts): is told of what happens to them.
+        tell(kind, **facts): is told of what happens to them; of a restart, how the weights were proved there.
 
         Raises FinetuneError: engine_failed and its kin for a server that does not come up, engine_unfit for a running one
         that would not give exact tokens.
@@ -61,8 +61,8 @@ class Fleet:
 
     def _redeliver(self, index: int, tell: Callable[..., None]) -> None:
         assert self.syncer is not None, "servers are restarted once they have served"
-        self.syncer.redeliver(index)
-        tell("engine_restarted", engine=index)
+        report = self.syncer.redeliver(index)
+        tell("engine_restarted", engine=index, **(report.facts if report else {}))
 
     def close(self) -> None:
         """Stop own servers and remove the versions' files."""

@@ -27,6 +27,8 @@ TINY = "tiny"
 _TINY_PROMPT = "You solve the task with the bash tool. Stop when it is done."
 _BUILTIN_AGENTS = ("build", "plan", "general", "explore")
 _PROGRAM, _CONFIG = "/opt/opencode", "/opt/opencode-config"
+# The token is in the environment alone: the file must be readable by the box's user, and so by all others.
+_TOKEN = "FINETUNE_TOKEN"
 _PROCESSES = 256  # its threads count too
 _ENVIRONMENT = {
     "NO_COLOR": "1",
@@ -74,12 +76,13 @@ class OpencodeHarness:
         with tempfile.TemporaryDirectory(prefix="finetune-opencode-") as name:
             folder = Path(name)
             folder.chmod(0o755)
-            (folder / "opencode.json").write_text(json.dumps(self.config(session)))
+            (folder / "opencode.json").write_text(json.dumps(self.config()))
             (folder / "opencode.json").chmod(0o644)
             # The task comes by stdin: words of the command line would reach the policy in quotes.
             command = [_PROGRAM, "run", "--agent", self._agent, "--title", "task"]
             reads = {_PROGRAM: program, _CONFIG: folder}
-            run = Program(command, _ENVIRONMENT, reads, task_prompt.encode())
+            environment = _ENVIRONMENT | {_TOKEN: session.token}
+            run = Program(command, environment, reads, task_prompt.encode())
             # Bun reserves far more memory than it uses, and unpacks a library of its own under /tmp.
             processes = None if limits.processes is None else max(limits.processes, _PROCESSES)
             roomy = replace(limits, memory_bytes=None, processes=processes)
@@ -89,7 +92,7 @@ class OpencodeHarness:
     def _agent(self) -> str:
         return self.settings.agent or TINY
 
-    def config(self, session: Session) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         """Return the file that opencode reads; raises bad_value for a file of the user's that cannot be read."""
         settings, own = self.settings, self._own_config()
         given: dict[str, Any] = {name: {} for name in (*_BUILTIN_AGENTS, TINY)} | own.get("agent", {})
@@ -103,7 +106,7 @@ class OpencodeHarness:
         agents = {name: self._bounded(agent) for name, agent in given.items()}
         limit = {"context": settings.context, "output": settings.max_new_tokens}
         models = {name: {"name": name, "tool_call": True, "limit": limit} for name in (POLICY, HELPER)}
-        options = {"baseURL": "{env:FINETUNE_ENDPOINT}/v1", "apiKey": session.token}
+        options = {"baseURL": "{env:FINETUNE_ENDPOINT}/v1", "apiKey": f"{{env:{_TOKEN}}}"}
         provider = {"npm": "@ai-sdk/openai-compatible", "name": "local", "options": options, "models": models}
         return {
             **own,

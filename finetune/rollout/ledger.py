@@ -273,12 +273,12 @@ class RolloutFiles:
             "num_rollouts": len(batch.rollouts),
             "ledger": account(batch.rollouts),
         }
+        lines = [to_json(head), *(to_json(_packed(rollout)) for rollout in batch.rollouts)]
         if batch.served:  # first: a batch that is there has what it is audited by
             write_atomically(
                 self.path(batch.step, f"served-{kind}"),
                 "".join(to_json(one) + "\n" for one in batch.served),
             )
-        lines = [to_json(head), *(to_json(_packed(rollout)) for rollout in batch.rollouts)]
         write_atomically(self.path(batch.step, kind), "".join(line + "\n" for line in lines))
 
     def read(self, step: int, digest: str | None = None, kind: str = "step") -> RolloutBatch | None:

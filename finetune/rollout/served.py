@@ -1,12 +1,13 @@
 """What an engine sampled, written down between engine and callers: the account that rollouts are audited by.
 
-Rule: it is taken from the engine's own answers, before any bridge or ledger sees them, and holds no tokens, only their
-digests: who alters a record must alter both.
+Rule: it is taken from the engine's own answers, before any bridge or ledger sees them, and holds no tokens, only digests of
+them and of their log-probs: who alters a record must alter both.
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -51,6 +52,7 @@ def _record(call: Call, seed: int, outcome: Completion) -> dict[str, Any]:
         "completion_tokens": len(outcome.ids),
         "prompt_sha256": ids_digest(call.prompt_ids),
         "completion_sha256": ids_digest(outcome.ids),
+        "logprobs_sha256": logprobs_digest(outcome.logprobs),
     }
 
 
@@ -59,3 +61,8 @@ def ids_digest(ids: Sequence[int]) -> str:
     packed = array("I", ids)
     assert packed.itemsize == 4, "every platform of ours has 4 bytes"
     return hashlib.sha256(packed.tobytes()).hexdigest()
+
+
+def logprobs_digest(logprobs: Sequence[float]) -> str:
+    """Return the sha256 of log-probs, each as 8 bytes, little-endian."""
+    return hashlib.sha256(struct.pack(f"<{len(logprobs)}d", *logprobs)).hexdigest()

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from finetune.errors import FinetuneError
 from finetune.rollout.canary import Canary, Expected, Margin
@@ -38,6 +38,21 @@ class SyncReport:
     noise: float | None = None
     attempts: int = 0
     acknowledged: tuple[str, ...] = ()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What metrics and events say of it."""
+        margin = self.margin
+        return {
+            "sync_method": self.method,
+            "sync_version": self.version,
+            "sync_s": round(self.seconds, 4),
+            "sync_proof_s": round(self.proof_seconds, 4),
+            "sync_attempts": self.attempts,
+            "sync_noise": self.noise,
+            "sync_margin": None if margin is None else {**vars(margin), "ratio": margin.ratio},
+            "sync_acknowledged": list(self.acknowledged),
+        }
 
 
 class Syncer:
@@ -91,29 +106,38 @@ class Syncer:
         text = f"version {version.name} was not proved on the engines in {1 + self.retries} attempts: {shown[:1500]}"
         raise FinetuneError("sync_unproved", text, version=version.name, reasons=reasons[:20])
 
-    def redeliver(self, server: int) -> None:
+    def redeliver(self, server: int) -> SyncReport | None:
         """Bring what is active to an engine that was started anew, and prove it there by what the trainer said before.
 
+        Return the report on the version that is sampled from, or None where nothing was delivered yet.
         Raises FinetuneError(sync_unproved).
         """
-        reasons: list[str] = []
-        for served in self._served:
-            for _ in range(1 + self.retries):
-                try:
+        report = None
+        for served in self._served:  # the newest last
+            report = self._redelivered(served, server)
+        return report
+
+    def _redelivered(self, served: Served, server: int) -> SyncReport:
+        clock, reasons = _Clock(), list[str]()
+        for attempt in range(1 + self.retries):
+            try:
+                with clock.delivery():
                     self._stage(served, server)
-                    served.answers.pop(server, None)
-                    self._prover.prove(served, server, None)
-                    self._stamp(served, server)
-                    break
-                except (Unproved, FinetuneError) as error:
-                    if isinstance(error, FinetuneError) and error.code not in _ENGINE_CODES:
-                        raise
-                    reasons.append(_reason(server, error))
-                    self._withdraw_from(served, server)
-            else:
-                name = served.files.version.name
-                text = f"version {name} was not proved on engine {server} after its restart: {'; '.join(reasons)[:1500]}"
-                raise FinetuneError("sync_unproved", text, version=name, reasons=reasons[:20])
+                served.answers.pop(server, None)
+                with clock.proof():
+                    proof = self._prover.prove(served, server, None)
+                self._stamp(served, server)
+                return _report(served, [proof], clock, attempt + 1)
+            except (Unproved, FinetuneError) as error:
+                if isinstance(error, FinetuneError) and error.code not in _ENGINE_CODES:
+                    raise
+                reasons.append(_reason(server, error))
+                self._withdraw_from(served, server)
+        name = served.files.version.name
+        text = (
+            f"version {name} was not proved on engine {server} after its restart: {'; '.join(reasons)[:1500]}"
+        )
+        raise FinetuneError("sync_unproved", text, version=name, reasons=reasons[:20])
 
     def close(self) -> None:
         """Remove the files of all versions."""

@@ -14,7 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_THOUGHT = "</think>"  # where reasoning ends
 _BEGIN = re.compile(r"<tool_call>\s*(?:<function=)?|<function=")
+_MARK = re.compile(f"{_BEGIN.pattern}|{_THOUGHT}")
+MOST_DEPTH = 64  # of the arguments of a call: what is deeper could not be written everywhere again
 _FUNCTION = re.compile(r"<function=([^<>\s]+)>\s*")
 # A value ends where its end tag is followed by another parameter or by the end: it may hold such a tag itself.
 _PARAMETER = re.compile(
@@ -51,12 +54,12 @@ def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]] | None) -> Pa
     """Return the calls of a completion and the text around them.
 
     tools: as a request declares them ({"type": "function", "function": {"name", "parameters"}}); without any, all is
-    text. What stands before the end of reasoning (</think>) is never a call.
+    text. What stands before the end of reasoning (</think>, but in an argument) is never a call.
     """
     if not tools:
         return ParsedText(text)
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-    place = max(text.rfind("</think>"), 0)
+    place = _reasoning_end(text, schemas)
     kept, calls = [text[:place]], []
     while match := _BEGIN.search(text, place):
         found = _call_at(text, match.start(), schemas)
@@ -83,6 +86,24 @@ def render_tool_calls(
     return "\n".join([content, *written] if content else written)
 
 
+def _reasoning_end(text: str, schemas: Mapping[str, Any]) -> int:
+    """Return the place of the last </think> that stands in no argument of a whole call; 0 where there is none."""
+    if _THOUGHT not in text:
+        return 0
+    end = place = 0
+    while match := _MARK.search(text, place):
+        place = match.end()
+        if match[0] == _THOUGHT:
+            end = match.start()
+        elif (found := _call_at(text, match.start(), schemas)) is not None:
+            inside = text[match.end() : found[1]]
+            # An XML call that was begun in reasoning and one that comes after it are not one call with it all inside.
+            begins_again = _THOUGHT in inside and _BEGIN.search(inside, inside.find(_THOUGHT)) is not None
+            if inside.startswith("{") or not begins_again:
+                place = found[1]
+    return end
+
+
 def _call_at(text: str, start: int, schemas: Mapping[str, Any]) -> tuple[ToolCall, int] | None:
     """Return the call that begins at `start` and the place behind it; None where none does."""
     is_wrapped = text.startswith(_OPEN, start)
@@ -97,12 +118,25 @@ def _call_at(text: str, start: int, schemas: Mapping[str, Any]) -> tuple[ToolCal
 
 
 def _is_text(call: ToolCall) -> bool:
-    """Whether a call can be sent: JSON may spell half a character (\\ud800), which no encoding holds."""
+    """Whether a call can be sent: JSON may spell half a character (\\ud800), which no encoding holds, or be very deep."""
+    if is_deeper(call.arguments, MOST_DEPTH):
+        return False
     try:
         json.dumps([call.name, call.arguments], ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return False
     return True
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """Whether lists and objects are nested more than `most` deep."""
+    level = [value]
+    for _ in range(most):
+        inner = [
+            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
+        ]
+        level = [item for items in inner for item in items]
+    return any(isinstance(one, dict | list) for one in level)
 
 
 def _json_call(text: str, start: int, schemas: Mapping[str, Any]) -> tuple[ToolCall, int] | None:
@@ -117,11 +151,14 @@ def _json_call(text: str, start: int, schemas: Mapping[str, Any]) -> tuple[ToolC
     if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict):
         return None
     schema = schemas.get(name)
-    typed = {
-        key: typed_value(item, _declared(schema, key)) if isinstance(item, str) else item
-        for key, item in arguments.items()
-    }
+    typed = {key: _typed_item(item, _declared(schema, key)) for key, item in arguments.items()}
     return ToolCall(name, typed), end
+
+
+def _typed_item(item: Any, declared: Any) -> Any:
+    """Return an item of JSON: what it says is what it is, but for a text where no text is wanted."""
+    is_text = isinstance(item, str) and "string" not in schema_kinds(declared)
+    return typed_value(item, declared) if is_text else item
 
 
 def _xml_call(text: str, start: int, schemas: Mapping[str, Any]) -> tuple[ToolCall, int] | None:
@@ -167,8 +204,8 @@ def schema_kinds(declared: Any) -> set[str]:
         return set(_KINDS)
     if "type" in declared:
         named = declared["type"]
-        kinds = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
-        return kinds & set(_KINDS) or set(_KINDS)
+        names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+        return {name for name in names if isinstance(name, str)} & set(_KINDS) or set(_KINDS)
     choices = declared.get("anyOf") or declared.get("oneOf")
     if isinstance(choices, list) and choices:
         return set().union(*(schema_kinds(choice) for choice in choices))

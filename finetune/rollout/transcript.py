@@ -5,6 +5,7 @@ Rule: what was sampled is never tokenised again while the conversation goes on f
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Sequence
 
@@ -12,8 +13,6 @@ from finetune.data.chat import ChatFormat
 from finetune.data.conversation import Message, Tools
 from finetune.data.tokens import continued
 from finetune.errors import FinetuneError
-
-_STAND_IN = "finetune-stands-in-for-an-answer"
 
 
 class Transcript:
@@ -79,10 +78,12 @@ class Transcript:
         place = upto.rfind(end)
         if place < 0 or not whole.startswith(upto):
             # The template writes earlier turns otherwise once others follow: what it adds is told by a short history.
-            short = [{"role": "user", "content": "-"}, {**history[-1], "content": _STAND_IN}]
+            # The word for the answer is drawn anew: no turn that follows can hold it.
+            stand_in = secrets.token_hex(16)
+            short = [{"role": "user", "content": "-"}, {**history[-1], "content": stand_in}]
             whole = self._rendered([*short, *after], None, opening=True)
-            place = whole.find(end, whole.rfind(_STAND_IN))
-            if _STAND_IN not in whole or place < 0:
+            place = whole.find(end, whole.rfind(stand_in))
+            if stand_in not in whole or place < 0:
                 return None
         return whole[place + len(end) if stopped else place :]
 

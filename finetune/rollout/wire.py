@@ -14,8 +14,10 @@ from finetune.data.conversation import Message, Tools
 from finetune.data.formats import parsed_json
 from finetune.domains.text import tools_of, turns_of
 from finetune.errors import FinetuneError
+from finetune.rollout.toolcalls import MOST_DEPTH, is_deeper
 
 _PIECE = 64  # characters of one part of a streamed answer
+_MOST_DEPTH = MOST_DEPTH + 8  # of a body: the turns around the arguments of a call
 # Parameters that ask for nothing: with these values they change no sampling.
 _NEUTRAL: dict[str, Any] = {
     "top_p": 1,
@@ -98,13 +100,15 @@ def read_request(body: bytes) -> ChatRequest:
         raise Refusal(400, f"n: {value['n']!r}: one completion is made for each request", "unsupported_n")
     if value.get("functions"):
         raise Refusal(400, "functions: this form is not read; declare tools", "unsupported_functions")
-    if not value.get("messages"):
-        raise Refusal(400, "messages: there are none", "no_messages")
     options = value.get("stream_options")
     try:
-        messages, tools = turns_of(value["messages"], "messages"), tools_of(value.get("tools"))
+        messages, tools = turns_of(value.get("messages") or [], "messages"), tools_of(value.get("tools"))
     except FinetuneError as error:
         raise Refusal(400, error.message, error.code) from error
+    if not messages:
+        raise Refusal(400, "messages: there are none", "no_messages")
+    if is_deeper([value, messages, tools], _MOST_DEPTH):  # what the texts among them hold is parsed by now
+        raise Refusal(400, f"the body is nested more than {_MOST_DEPTH} deep", "bad_json")
     return ChatRequest(
         str(value.get("model") or ""),
         messages,

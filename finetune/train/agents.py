@@ -23,7 +23,7 @@ from finetune.errors import FinetuneError, boundary
 from finetune.records import Row
 from finetune.rollout.bridge import Bridge, BridgeSettings
 from finetune.rollout.harness import Harness, HarnessOutcome, HarnessSettings, open_harness
-from finetune.rollout.ledger import SCORED, CallRecord, Rollout, session_name
+from finetune.rollout.ledger import OTHER_VERSION, SCORED, CallRecord, Rollout, session_name, why_unused
 from finetune.train.sampling import Draw
 
 # How an agent ended -> what becomes of its rollout; those that are not here are judged by what they left.
@@ -84,9 +84,13 @@ class AgentSampler:
             threads=1 if self.config.engine == "local" else self.config.agents,
         )
         judging: list[float] = []
-        with Bridge(draw.engine, self.chat, draw.engine.base, settings) as bridge:
+        # In one folder, which goes with what agents still write there when the training is told to stop.
+        with (
+            new_workspace({}) as place,
+            Bridge(draw.engine, self.chat, draw.engine.base, settings) as bridge,
+        ):
             jobs = [
-                lambda rollout=rollout, task=task: self._worked(bridge, rollout, task, judging)
+                lambda rollout=rollout, task=task: self._worked(bridge, rollout, task, place, judging)
                 for rollout, task in zip(rollouts, tasks, strict=True)
             ]
             made = all_done(jobs, self.config.agents, lambda: self._beat(bridge))
@@ -100,12 +104,14 @@ class AgentSampler:
         _raise_fault(bridge)
         self.beat()
 
-    def _worked(self, bridge: Bridge, rollout: Rollout, task: Task, judging: list[float]) -> Rollout:
+    def _worked(
+        self, bridge: Bridge, rollout: Rollout, task: Task, place: Path, judging: list[float]
+    ) -> Rollout:
         """Return the rollout after its work, tried again where a failure was not the policy's."""
         earlier: list[CallRecord] = []
         for tries in range(1, self.config.agent_retries + 2):
             attempt = _Attempt(self, bridge, replace(rollout, agent={"tries": tries}), task)
-            with new_workspace({}) as workspace:
+            with new_workspace({}, place) as workspace:
                 made = attempt.made(workspace)
             judging.append(attempt.judged_s)
             made.calls = earlier = earlier + made.calls
@@ -186,10 +192,10 @@ def _concluded(rollout: Rollout, outcome: HarnessOutcome, score: TaskScore | Non
     used = rollout.used_calls
     last = next((call for call in reversed(used) if call.answer is not None), None)
     rollout.text = (last.answer or {}).get("content", "") if last is not None else ""
-    rollout.truncated = outcome.status == "step_limit"
+    rollout.truncated = outcome.status == "step_limit" or (last is not None and not last.stopped)
     if score is None:
         rollout.status, rollout.error = _LOST[outcome.status], outcome.log[-2000:] or outcome.status
-    elif any(call.version != rollout.version for call in rollout.calls if call.status == "used"):
+    elif any(why_unused(rollout, call) == OTHER_VERSION for call in rollout.calls):
         rollout.status, rollout.error = "protocol", "the engine changed its version while the agent worked"
     elif not used:
         rollout.status, rollout.error = "agent", "the agent used no answer of the policy"

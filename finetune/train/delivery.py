@@ -138,18 +138,7 @@ class FleetDelivery:
             bare = Canary(canary.sequences, lambda _: canary.previous(0.0), lambda _: canary.previous(0.0))
             self._delivered(base_version, bare)
         self._met_base = True
-        report = self._delivered(lambda: self._served(version), canary)
-        margin = report.margin
-        return {
-            "sync_method": report.method,
-            "sync_version": report.version,
-            "sync_s": round(report.seconds, 4),
-            "sync_proof_s": round(report.proof_seconds, 4),
-            "sync_attempts": report.attempts,
-            "sync_noise": report.noise,
-            "sync_margin": None if margin is None else {**vars(margin), "ratio": margin.ratio},
-            "sync_acknowledged": list(report.acknowledged),
-        }
+        return self._delivered(lambda: self._served(version), canary).facts
 
     def _delivered(self, version: Callable[[], Version], canary: Canary) -> SyncReport:
         """Deliver a version, once more where a server had died meanwhile: it is started again first."""

@@ -7,6 +7,7 @@ or could not be scored is in the file with its reason, and in no statistics.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -58,10 +59,11 @@ class Maker:
             flat = _flat_groups(rollouts)
             if not flat or number == config.resample_zero_variance:
                 break
-            wanted = [row for row, _ in zip(spare, flat, strict=False)]
+            if not (wanted := list(itertools.islice(spare, len(flat)))):
+                break
             for rollout in rollouts:
                 # What was lost to a failure keeps its reason, and counts among the failures.
-                if rollout.group in flat and wanted and rollout.status not in FAILURES:
+                if rollout.group in flat and rollout.status not in FAILURES:
                     rollout.status = RESAMPLED
         self._check_failures(step, rollouts)
         found = with_advantages(rollouts, config.scale_rewards)

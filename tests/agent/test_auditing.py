@@ -15,17 +15,18 @@ from finetune.errors import FinetuneError
 from finetune.rollout.engine import Call, Completion, Fault, Sampling
 from finetune.rollout.ledger import Rollout, RolloutBatch, RolloutFiles, account
 from finetune.rollout.served import ServedEngine
+from finetune.train.rollouts import with_advantages
 from tests.train.agent_batches import agent_rollout, conversation
 
 
 class Echo:
     """Answers each call with the completion that is known for its seed."""
 
-    def __init__(self, known: dict[int, tuple[list[int], str]]) -> None:
+    def __init__(self, known: dict[int, Completion]) -> None:
         self.known = known
 
     def sample(self, calls: list[Call], sampling: Sampling) -> list[list[Completion | Fault]]:
-        return [[Completion(self.known[one.seed][0], [], True, self.known[one.seed][1])] for one in calls]
+        return [[self.known[one.seed]] for one in calls]
 
     def close(self) -> None:
         """Nothing to leave behind."""
@@ -36,7 +37,11 @@ def write(run: Path, rollouts: list[Rollout]) -> Path:
     calls = [call for one in rollouts for call in one.calls]
     for number, call in enumerate(calls):
         call.sampling = {"seed": number}
-    known = {call.sampling["seed"]: (call.completion_ids, str(call.version)) for call in calls}
+    known = {
+        call.sampling["seed"]: Completion(call.completion_ids, call.logprobs, True, str(call.version))
+        for call in calls
+    }
+    with_advantages(rollouts, "group")
     engine = ServedEngine(Echo(known))  # type: ignore[arg-type]
     engine.sample([Call(call.prompt_ids, call.sampling["seed"]) for call in calls], Sampling(8, []))
     RolloutFiles(run / "rollouts").write(RolloutBatch(1, 0, "d", rollouts, served=engine.records))
@@ -114,6 +119,31 @@ EDITS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], Any], str]] = {
         lambda lines: lines[1]["logprobs"].pop(),
         "trained",
     ),
+    "a log-prob altered": (
+        "step-000001.jsonl",
+        lambda lines: lines[1]["calls"][0]["logprobs"].__setitem__(0, -50.0),
+        "the engine gave other log-probs",
+    ),
+    "an advantage altered": (
+        "step-000001.jsonl",
+        lambda lines: lines[1].update(advantage=99.0),
+        "its group's rewards give 0.70",
+    ),
+    "a reward altered": (
+        "step-000001.jsonl",
+        lambda lines: lines[1].update(reward=-1.0),
+        "its group's rewards give -0.70",
+    ),
+    "an advantage of what is not trained": (
+        "step-000001.jsonl",
+        lambda lines: lines[3].update(advantage=0.5),
+        "its group's rewards give 0.0",
+    ),
+    "a rollout not trained": (
+        "trained-000001.jsonl",
+        lambda lines: lines.pop(1),
+        "1-0-0: said to be trained, and not there",
+    ),
     "another ledger in the head": (
         "step-000001.jsonl",
         lambda lines: lines[0]["ledger"].update(trained=3),
@@ -142,6 +172,36 @@ def test_metrics_with_another_ledger_are_found(run: Path) -> None:
 def test_without_the_engines_account_nothing_is_proved(run: Path) -> None:
     (run / "rollouts" / "served-step-000001.jsonl").unlink()
     assert "what the engine served is not known" in audit(run).errors[0].message
+
+
+@pytest.mark.parametrize("kept", ["served-step", "trained", "metrics"])
+def test_the_records_of_a_step_that_are_not_there_are_missed(kept: str, run: Path) -> None:
+    """Each of engine, trainer and metrics tells of the step by itself."""
+    folder = run / "rollouts"
+    text = (folder / "step-000001.jsonl").read_text()
+    text = text.replace('"step": 1', '"step": 2').replace('"step":1', '"step":2')
+    (folder / "step-000002.jsonl").write_text(text)
+    for kind in ("served-step", "trained"):
+        (folder / f"{kind}-000002.jsonl").write_text((folder / f"{kind}-000001.jsonl").read_text())
+        if kind != kept:
+            (folder / f"{kind}-000001.jsonl").unlink()
+    if kept != "metrics":
+        (run / "metrics.jsonl").unlink()
+    (folder / "step-000001.jsonl").unlink()
+    (error,) = audit(run).errors
+    assert "is not there" in error.message
+    assert "step-000001.jsonl" in error.message
+
+
+def test_steps_that_train_on_one_batch_have_one_file(run: Path) -> None:
+    settings = {"passes": {"value": 2}, "scale_rewards": {"value": "group"}}
+    (run / "plan.json").write_text(json.dumps({"settings": settings}))
+    told = json.loads((run / "metrics.jsonl").read_text())
+    (run / "metrics.jsonl").write_text("".join(json.dumps(told | {"step": step}) + "\n" for step in (1, 2)))
+    assert audit(run).errors == []
+    settings["scale_rewards"]["value"] = "none"
+    (run / "plan.json").write_text(json.dumps({"settings": settings}))
+    assert "its group's rewards give 0.5" in audit(run).errors[0].message
 
 
 def test_a_run_without_rollouts_says_so(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ TOLD = Container(
     binds={"/usr": Path("/usr"), "/opt/tool": Path("/host/tool"), "/workspace": Path("/host/work")},
     rooms={"/tmp": "1777"},
     room_bytes=1000,
-    environment={"A": "b c"},
+    environment={"A": "b c", "OPENAI_API_KEY": "hidden"},
     limits=Limits(seconds=9.5, processes=20, total_memory_bytes=5000),
 )
 
@@ -51,6 +51,9 @@ def test_podman_is_told_of_no_network_no_rights_and_folders_to_read() -> None:
         ("--tmpfs", "/tmp:rw,exec,nosuid,nodev,mode=1777,size=1000,notmpcopyup"),
     } <= pairs(argv)
     assert {"--read-only", "--rm"} <= set(argv)
+    assert ("--env", "OPENAI_API_KEY") in pairs(argv)
+    assert ("--env", "OPENAI_API_KEY") in pairs(docker_argv(TOLD))
+    assert "hidden" not in " ".join([*argv, *docker_argv(TOLD)])
     assert ("--cgroups", "disabled") in pairs(argv)
     assert "--cgroups" not in podman_argv(TOLD, "/storage", "runc")
     assert ("--userns", "keep-id") in pairs(podman_argv(replace(TOLD, uid=None), "/storage", None))

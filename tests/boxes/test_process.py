@@ -97,6 +97,13 @@ def test_a_command_that_is_not_there_is_its_failure_and_no_fault_of_the_box(tmp_
     assert (result.exit_code, result.stderr) == (127, "no-such-command: No such file or directory")
 
 
+@pytest.mark.parametrize("word", ["a\0b", "a" * 140_000, "\ud800"], ids=["zero", "long", "half"])
+def test_a_command_that_the_kernel_does_not_take_is_its_own_failure(run, word):
+    result = run(f"echo {word}")
+    assert (result.exit_code, result.stdout) == (126, "")
+    assert result.stderr.startswith("the command cannot be started: ")
+
+
 def test_a_signal_is_named(run):
     assert run("kill -9 $$").killed_by == "SIGKILL"
 

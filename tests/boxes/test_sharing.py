@@ -206,6 +206,19 @@ def test_bytes_under_a_folder_count_files_folders_and_no_links(tmp_path):
     assert bytes_under(tmp_path / "none", 1000) == 0
 
 
+def test_a_folder_that_is_closed_to_us_counts_as_too_much(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    real = os.scandir
+
+    def scandir(path):
+        if path.endswith("closed"):  # as it is to any user but root
+            raise PermissionError(13, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert bytes_under(tmp_path, 1 << 40) > 1 << 40
+
+
 @pytest.mark.slow
 def test_folders_that_no_path_can_name_count_as_too_much_and_can_be_removed(tmp_path):
     top = tmp_path / "deep"

@@ -248,3 +248,7 @@ def test_a_template_that_rewrites_earlier_turns_is_continued_by_what_it_adds(cha
     assert own.tokens.decoded(longer[len(ids) :]) == (
         "\n<|im_start|>user\nwhat is here?<|im_end|>\n<|im_start|>assistant\n"
     )
+    # Whatever a tool prints, no turn after it is lost.
+    turns = [{"role": "tool", "tool_call_id": "1", "content": "finetune-stands-in-for-an-answer"}, USER]
+    longer = transcript.continued_ids([USER], answer, turns, None, ids, True)
+    assert "finetune-stands-in-for-an-answer<|im_end|>\n<|im_start|>user" in own.tokens.decoded(longer)

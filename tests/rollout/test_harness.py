@@ -200,7 +200,7 @@ def test_harnesses_that_lack_their_program_or_name_are_refused(run, tmp_path):
     assert list(HARNESSES) == ["loop", "mini", "opencode", "command"]
 
 
-def test_opencode_is_told_to_stay_offline_and_within_its_budget(bridge, tmp_path):
+def test_opencode_is_told_to_stay_offline_and_within_its_budget(tmp_path):
     own = tmp_path / "opencode.json"
     own.write_text(
         json.dumps(
@@ -215,9 +215,8 @@ def test_opencode_is_told_to_stay_offline_and_within_its_budget(bridge, tmp_path
             }
         )
     )
-    session = bridge.open("r", seed=1)
     settings = HarnessSettings(8192, 512, 7, agent="mine", config=own, denied=("git push*",))
-    config = OpencodeHarness(settings).config(session)
+    config = OpencodeHarness(settings).config()
     assert (config["model"], config["small_model"], list(config["provider"])) == (
         "local/policy",
         "local/helper",
@@ -236,9 +235,9 @@ def test_opencode_is_told_to_stay_offline_and_within_its_budget(bridge, tmp_path
         "read": "deny",
     }
     assert config["provider"]["local"]["models"]["policy"]["limit"] == {"context": 8192, "output": 512}
-    assert config["provider"]["local"]["options"]["apiKey"] == session.token
+    assert config["provider"]["local"]["options"]["apiKey"] == "{env:FINETUNE_TOKEN}"
     own.write_text("[")
     with pytest.raises(FinetuneError) as caught:
-        OpencodeHarness(settings).config(session)
+        OpencodeHarness(settings).config()
     assert caught.value.code == "bad_value"
     assert Path(own).exists()

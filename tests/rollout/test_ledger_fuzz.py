@@ -17,7 +17,7 @@ from agent.auditing import audit
 from finetune.rollout.calls import CallLimits, ModelCall, RolloutCalls
 from finetune.rollout.engine import Completion, Fault
 from finetune.rollout.ledger import CallRecord, Rollout, RolloutBatch, RolloutFiles, account, session_name
-from finetune.rollout.served import ids_digest
+from finetune.rollout.served import ids_digest, logprobs_digest
 from finetune.rollout.transcript import Transcript
 from finetune.train.segments import batch_segments
 from tests.rollout.scripted import tiny_chat
@@ -73,6 +73,7 @@ class Agent:
                 "version": VERSION,
                 "prompt_sha256": ids_digest(call.record.prompt_ids),
                 "completion_sha256": ids_digest(ids),
+                "logprobs_sha256": logprobs_digest(outcome.logprobs),
             }
         )
         self.calls.sampled(call, outcome)

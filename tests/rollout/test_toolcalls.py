@@ -74,6 +74,28 @@ def test_an_xml_call_is_read_with_declared_types() -> None:
     assert parsed(text) == ParsedText("", [ToolCall("edit", arguments)])
 
 
+def test_the_end_of_reasoning_in_an_argument_ends_no_reasoning() -> None:
+    write = '<tool_call>{"name": "edit", "arguments": {"path": "</think> <tool_call>"}}</tool_call>'
+    xml = "<function=edit><parameter=path></think></parameter></function>"
+    look = '<tool_call>{"name": "list", "arguments": {}}</tool_call>'
+    edit = ToolCall("edit", {"path": "</think> <tool_call>"})
+    assert parsed(write) == ParsedText("", [edit])
+    assert parsed(look + write) == ParsedText("", [ToolCall("list", {}), edit])
+    assert parsed(f"I could {write}</think>{look}").calls == [ToolCall("list", {})]
+    assert parsed(f"I could {look}</think>{write}").calls == [edit]
+    assert parsed(xml).calls == [ToolCall("edit", {"path": "</think>"})]
+    begun = "<function=edit><parameter=path>"
+    assert parsed(f"{begun} or so</think>{begun}x</parameter></function>").calls == [
+        ToolCall("edit", {"path": "x"})
+    ]
+
+
+def test_a_text_of_json_stays_text_where_text_is_allowed() -> None:
+    text = '{"name": "edit", "arguments": {"label": "null", "limit": "null", "odd": "null", "line": "7"}}'
+    arguments = {"label": "null", "limit": None, "odd": "null", "line": 7}
+    assert parsed(f"<tool_call>{text}</tool_call>").calls == [ToolCall("edit", arguments)]
+
+
 @pytest.mark.parametrize("form", ["hermes", "xml"])
 def test_what_is_written_is_read_back_the_same(form) -> None:
     calls = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,16 +13,18 @@ from typing import Any
 import pytest
 
 from finetune.boxes.process import ProcessBox
+from finetune.data.prepare import Prepared
 from finetune.domains.tasks import TaskScore
 from finetune.errors import FinetuneError
 from finetune.knobs import build
 from finetune.methods import METHODS
-from finetune.records import Row
+from finetune.records import Example, Ledger, Row
 from finetune.rollout.engine import Fault
-from finetune.rollout.ledger import Rollout, account
+from finetune.rollout.ledger import Rollout, RolloutBatch, RolloutFiles, account
 from finetune.rollout.served import ServedEngine
 from finetune.train import agents
 from finetune.train.agents import AgentSampler, all_done
+from finetune.train.rollouts import Maker
 from finetune.train.sampling import Draw
 from finetune.train.segments import batch_segments
 from tests.rollout.scripted import CONTEXT, ScriptedEngine, call_text, tiny_chat
@@ -49,9 +52,14 @@ def chat() -> Any:
 
 @pytest.fixture
 def work(chat: Any) -> Callable[..., list[Rollout]]:
-    """Have agents work on tasks of the desk, one rollout each; the engine stays at work.engine."""
+    """Have agents work on tasks of the desk, one rollout each; the engine stays at work.engine, work.base is its base."""
 
-    def start(script: Any, tasks: tuple[str, ...] = ("append-line",), **settings: Any) -> list[Rollout]:
+    def start(
+        script: Any,
+        tasks: tuple[str, ...] = ("append-line",),
+        beat: Callable[[], None] = lambda: None,
+        **settings: Any,
+    ) -> list[Rollout]:
         values = {
             "model": "builtin:tiny",
             "data": ["tasks:builtin:desk"],
@@ -62,8 +70,9 @@ def work(chat: Any) -> Callable[..., list[Rollout]]:
             "agents": 2,
         }
         config = build(METHODS["grpo"].config, values | settings)
-        sampler = AgentSampler(config, chat, lambda: None)  # type: ignore[arg-type]
-        start.engine = ServedEngine(ScriptedEngine(chat, script))  # type: ignore[attr-defined]
+        sampler = AgentSampler(config, chat, beat)  # type: ignore[arg-type]
+        base = getattr(start, "base", None)
+        start.engine = ServedEngine(ScriptedEngine(chat, script), base)  # type: ignore[attr-defined]
         rollouts = [
             Rollout(f"1-0-{place}", 0, place, place, f"{name}:1", 50 + place, "step-1", [])
             for place, name in enumerate(tasks)
@@ -213,6 +222,85 @@ def test_an_engine_of_another_version_is_found(work: Any, chat: Any, monkeypatch
     monkeypatch.setattr(ScriptedEngine, "_one", renamed)
     (made,) = work(solving, agent_retries=0)
     assert (made.status, made.reward) == ("protocol", None)
+
+
+ASKS_A_TITLE = """
+import json, os, urllib.request
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+for model in ("helper", "policy"):
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "hello"}]}).encode()
+    urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers))
+"""
+
+
+def test_helper_calls_bear_the_version_of_the_base_and_are_no_change_of_version(work: Any, chat: Any) -> None:
+    work.base = ScriptedEngine(chat, ["a title"], version="base")
+    command = [ProcessBox().python, "-c", ASKS_A_TITLE]
+    (made,) = work(["hi"], harness="command", harness_command=command)
+    assert [call.version for call in made.calls] == ["base", "step-1"]
+    assert (made.status, made.reward) == ("scored", 0.0), made.error
+
+
+def test_a_command_that_no_shell_can_be_given_is_told_to_the_policy(work: Any) -> None:
+    (made,) = work([call_text("echo a\0b"), "done"])
+    assert (made.status, made.reward) == ("scored", 0.0), made.error
+    assert "null byte" in made.agent["log"]
+
+
+@pytest.mark.parametrize("left", ["ln -s /etc/passwd $(printf 'a\\377')", "mkfifo $(printf 'a\\377')"])
+def test_a_name_that_is_no_text_is_left_out_by_a_note_that_can_be_written(
+    left: str, work: Any, tmp_path: Path
+) -> None:
+    (made,) = work([call_text(left), "done"])
+    assert r"a\udcff" in made.agent["verifier_log"]
+    RolloutFiles(tmp_path).write(RolloutBatch(1, 1, "d", [made]))
+    assert RolloutFiles(tmp_path).read(1) is not None
+
+
+def test_folders_whose_paths_are_too_long_are_a_limit(work: Any) -> None:
+    deep = "n=$(printf 'a%.0s' $(seq 250)); for i in $(seq 20); do mkdir $n && cd -P $n || break; done"
+    (made,) = work([call_text(deep), "done"])
+    assert (made.status, made.reward) == ("limit", None), made.error
+
+
+def test_an_answer_that_the_limit_cut_at_the_end_is_truncated(work: Any) -> None:
+    (cut,) = work([call_text("true"), "I have don..."])
+    assert (cut.status, cut.agent["status"], cut.truncated) == ("scored", "finished", True)
+    (whole,) = work([call_text("true..."), "It is done."])
+    assert not whole.truncated
+
+
+def test_where_no_prompt_is_left_to_sample_in_place_of_flat_groups_the_batch_stays(chat: Any) -> None:
+    names = ["append-line", "copy-file"]
+    values: dict[str, Any] = {
+        "model": "builtin:tiny",
+        "data": ["tasks:builtin:desk"],
+        "tasks": ["builtin:desk"],
+    }
+    values |= {"max_length": CONTEXT, "max_completion_tokens": 64, "box": "process", "agents": 2}
+    values |= {"group_size": 2, "global_batch_size": 4, "resample_zero_variance": 1}
+    config: Any = build(METHODS["grpo"].config, values)
+    examples = [Example([1, 2, 3], [0.0] * 3, place, name, 1) for place, name in enumerate(names)]
+    rows = [Row({"folder": str(DESK / name)}, name, 1) for name in names]
+    prepared = Prepared(examples, [], [], Ledger(read=2, trained=2), {}, [], rows)
+    engine = ScriptedEngine(chat, ["no"])
+    sampler = AgentSampler(config, chat, lambda: None)
+    batch = Maker(config, prepared, engine, sampler, chat.tokenizer).batch(1, 1, "d", "step-1")
+    assert [(one.status, one.reward) for one in batch.rollouts] == [("scored", 0.0)] * 4
+
+
+def test_what_agents_left_is_gone_once_the_training_is_told_to_stop(
+    work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def beat() -> None:
+        if list(tmp_path.rglob("left")):
+            raise FinetuneError("stopped", "told to stop")
+
+    with pytest.raises(FinetuneError, match="told to stop"):
+        work([call_text("touch left; sleep 5")], beat=beat)
+    assert [path.name for path in tmp_path.iterdir()] == []
 
 
 def test_a_training_that_is_told_to_stop_waits_for_no_agent() -> None:
