@@ -165,7 +165,7 @@ def missing_files(config: RunConfig) -> Iterator[FinetuneError]:
 
 
 def check_written(config: RunConfig, found: Findings) -> None:
-    """Check the settings that are written as name=value, and that the attention kernel is installed."""
+    """Check the settings that are written as name=value, and that the packages which settings name are installed."""
     for check, value in ((template_arguments, config.chat_template_args), (column_names, config.map)):
         try:
             check(value)
@@ -174,6 +174,9 @@ def check_written(config: RunConfig, found: Findings) -> None:
     if config.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         text = "attention flash_attention_2: the package flash_attn is not installed; leave --attention out"
         found.add(FinetuneError("missing_package", text, setting="attention", package="flash_attn"))
+    if config.report_to == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+        text = "report_to tensorboard: the package tensorboard is not installed; pip install 'finetune-skills[report]'"
+        found.add(FinetuneError("missing_package", text, setting="report_to", package="tensorboard"))
 
 
 def stored_secrets(settings: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[FinetuneError]:

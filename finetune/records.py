@@ -144,7 +144,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
+        os.chmod(name, 0o666 & ~current_umask())
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -164,9 +164,10 @@ def folder_written_whole(target: Path) -> Iterator[Path]:
         yield temporary
         for path in temporary.rglob("*"):
             if path.is_file():
-                os.chmod(path, 0o666 & ~_umask())  # safetensors makes files that their owner alone can read
+                # safetensors makes files that their owner alone can read
+                os.chmod(path, 0o666 & ~current_umask())
             sync_folder(path)
-        os.chmod(temporary, 0o777 & ~_umask())
+        os.chmod(temporary, 0o777 & ~current_umask())
         os.rename(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -183,7 +184,7 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def _umask() -> int:
+def current_umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -2,42 +2,17 @@
 
 import ast
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from finetune.errors import EXIT_CODES, FinetuneError, Problems
 from finetune.rank import describe
+from tests.comparisons import met
 
 ROOT = Path(__file__).parents[1]
 # Where a code is named without being raised: the declaration and the reading of logs and metrics.
 TALK = {"errors", "hints", "health", "explaining", "tracebacks"}
-# Calls whose texts say nothing of what was raised.
-MAKERS = {"FinetuneError", "boundary", "hint", "explained", "command"}
-
-
-def texts(node: ast.AST) -> Iterator[str]:
-    """Yield the texts in a piece of code, but for those that only make an error or ask what one means."""
-    if isinstance(node, ast.Call):
-        name = node.func.id if isinstance(node.func, ast.Name) else ""
-        if name in MAKERS:
-            return
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield from node.value.split()
-    for child in ast.iter_child_nodes(node):
-        yield from texts(child)
-
-
-def expected(path: Path) -> set[str]:
-    """Return the texts that a test file holds results against: in assertions, tables of cases and registered faults."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Assert | ast.Assign) or (
-            isinstance(node, ast.Call) and ast.unparse(node.func) in ("fault", "pytest.mark.parametrize")
-        ):
-            found.update(texts(node))
-    return found
 
 
 def test_every_code_is_raised_by_the_product() -> None:
@@ -55,26 +30,52 @@ def test_every_code_is_raised_by_the_product() -> None:
 
 
 def test_every_code_is_met_by_a_test() -> None:
-    met: set[str] = set()
-    for path in (ROOT / "tests").rglob("*.py"):
-        if path.name not in (
-            "standin.py",
-            "test_hints.py",
-            "test_render.py",
-            "test_health.py",
-            "test_errors.py",
-        ):
-            met |= expected(path)
-    met |= {code for _, code in KINDS}
-    assert set(EXIT_CODES) - met == set()
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "standin.py"]
+    assert set(EXIT_CODES) - met(paths) == set()
 
 
-def test_a_code_that_is_only_made_or_explained_counts_as_met_nowhere(tmp_path: Path) -> None:
-    path = tmp_path / "test_x.py"
-    path.write_text(
-        'assert FinetuneError("bad_row", "x")\nassert error.code == "too_long"\nprint("no_rows")\n'
-    )
-    assert expected(path) == {"too_long"}
+COMPARED = """
+TABLE = [(KeyError, "bad_task"), pytest.param(OSError, "bad_path")]
+
+def problems(call):
+    return [error.code for error in call.errors]
+
+@fault("bad_domain", 3)
+def a_domain(place):
+    return place.planned("bad_export")
+
+@pytest.mark.parametrize(("error", "code"), TABLE)
+def test_a(error, code):
+    described = describe(error)
+    assert (described["code"], described["rank"]) == (code, "bad_adapter")
+    assert "too_long" in problems(call)
+    found = {item["code"]: item for item in answer["errors"]}
+    assert found["bad_roles"]["status"] == "stopped"
+
+def test_b():
+    assert (code, answer["status"], answer["errors"][0]["code"]) == (0, "failed", "bad_row")
+    assert raised.value.code == "file_missing"
+"""
+NOT_COMPARED = """
+def test_c(standin):
+    assert standin("run", how="pause:1,fail:bad_row")[0]["errors"][0]["code"] == "bad_row"
+
+def test_d():
+    print("no_rows")
+    status = "offline"
+    assert status == "offline"
+    assert answer["status"] == "stopped"
+    assert described(FinetuneError("usage", "x"))["code"] == "usage"
+    assert error.code != "bug"
+"""
+
+
+def test_only_what_a_code_is_held_against_counts_as_met(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text(COMPARED)
+    (tmp_path / "test_y.py").write_text(NOT_COMPARED)
+    assert met([tmp_path / "test_y.py"]) == set()
+    expected = {"bad_task", "bad_path", "bad_domain", "too_long", "bad_roles", "bad_row", "file_missing"}
+    assert met([tmp_path / "test_x.py", tmp_path / "test_y.py"]) == expected
 
 
 KINDS = [

@@ -138,11 +138,14 @@ def test_rows_of_parts_that_were_not_measured_stay(tmp_path: Path) -> None:
 
 
 def test_an_unknown_part_and_too_few_steps_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["no-such-part"], ["grpo", "--grpo-steps", "2"]):
+    for arguments, told in (
+        (["no-such-part"], "there are: sft, grpo-step"),
+        (["grpo-step", "--grpo-steps", "2"], "3 at least"),
+    ):
         with pytest.raises(SystemExit) as left:
             bench_main(arguments)
         assert left.value.code == 2
-    assert "there are: sft, grpo" in capsys.readouterr().err
+        assert told in capsys.readouterr().err
 
 
 def write_lines(path: Path, lines: list[dict[str, object]]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from finetune.errors import FinetuneError, boundary
-from finetune.records import Example, Ledger, Row, to_json, write_atomically
+from finetune.records import Example, Ledger, Row, current_umask, to_json, write_atomically
 
 FORMAT_VERSION = 2
 _SIDES = ("train", "eval")
@@ -81,7 +81,7 @@ def store_prepared(prepared: Prepared, folder: Path) -> None:
             "warnings": prepared.warnings,
         }
         write_atomically(temporary / "prepared.json", to_json(facts))
-        temporary.chmod(0o755)
+        temporary.chmod(0o777 & ~current_umask())
         if not folder.exists():
             os.rename(temporary, folder)
     except FileExistsError:

@@ -4,12 +4,14 @@
     python tests/agent/standin.py --train DIR   the training child
     python tests/agent/standin.py --probe REQUEST ANSWER
     python tests/agent/standin.py --supervise DIR LOCK   the supervisor of a detached run, with the same children
+    python tests/agent/standin.py --serve DIR   the MCP server, whose runs have the same children
 
 They load no model, so they show nothing about training: what a step does, what a checkpoint holds, whether ranks stop
 together. The tests of the real children are in test_end_to_end.py. FINETUNE_STANDIN says how the training child behaves:
-NAME or NAME:VALUE, comma-separated: steps, pause, fail, crash, print, die, deaf; tokens sampled and bytes written in a
-step; checks: seconds that the full checks take, refuse: they fail; dead-supervisor: it ends at once; free-disk,
-free-memory: what the watcher sees, limit-grace: how long it waits for a save; refuse-with: the text of a rank's error.
+NAME or NAME:VALUE, comma-separated: steps, pause, fail, crash, print, die, deaf; saves: a checkpoint every so many steps,
+besides the one of the end; tokens sampled and bytes written in a step; checks: seconds that the full checks take, refuse:
+they fail; dead-supervisor: it ends at once; free-disk, free-memory: what the watcher sees, devices: so many accelerators
+that there are not, limit-grace: how long it waits for a save; refuse-with: the text of a rank's error.
 """
 
 import json
@@ -79,10 +81,11 @@ def train(run_dir: Path) -> int:
         more |= {"sampled_tokens": int(how["tokens"])} if "tokens" in how else {}
         figures = {"loss": 1.0 / step, "grad_norm": 1.0, "step_s": 0.01, "tokens_per_s": 10.0} | more
         journal.metrics(step, num_steps=steps, **figures)
-        if (asked and "deaf" not in how) or step == steps:
+        is_asked = bool(asked) and "deaf" not in how
+        if is_asked or step == steps or ("saves" in how and step % int(how["saves"]) == 0):
             save(run_dir, step)
             result["steps"] = step
-            if step < steps:
+            if is_asked and step < steps:
                 return finish(run_dir, result | {"status": "stopped"}, None)
     (run_dir / "adapter").mkdir(exist_ok=True)
     (run_dir / "adapter" / "adapter_model.safetensors").write_text(str(steps))
@@ -135,7 +138,7 @@ def probe(request: Path, answer: Path) -> int:
 
 def replace_children() -> None:
     """Have this file stand in for every child process that our program starts."""
-    from agent import attempt, budgets, handles, plan, probing, processes, supervisor
+    from agent import attempt, budgets, handles, plan, probing, processes, supervisor, system
 
     how = behaviour()
     plan.launch_argv = lambda run_dir: [sys.executable, HERE, "--train", str(run_dir)]
@@ -155,6 +158,10 @@ def replace_children() -> None:
     handles.job_command = lambda argv: [sys.executable, HERE, *argv]
     if "limit-grace" in how:
         attempt.LIMIT_GRACE_S = float(how["limit-grace"])
+    if "devices" in how:
+        present = [system.Device(str(index), "H", 80 << 30, 79 << 30) for index in range(int(how["devices"]))]
+        system.installed_devices = lambda root: present
+        system.torch_build = lambda: "cuda"
     if "free-disk" in how:
         budgets.free_disk = lambda path: int(how["free-disk"])
     if "free-memory" in how:
@@ -179,9 +186,18 @@ def supervise(run_dir: Path, lock: int) -> int:
     return supervisor.supervise(RunFolder(run_dir), lock)
 
 
+def serve(root: str) -> None:
+    from agent import mcp
+
+    replace_children()
+    mcp.main([root])
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "--train":
         sys.exit(train(Path(sys.argv[2])))
+    if sys.argv[1] == "--serve":
+        serve(sys.argv[2])
     if sys.argv[1] == "--supervise":
         sys.exit(supervise(Path(sys.argv[2]), int(sys.argv[3])))
     sys.exit(

@@ -155,8 +155,12 @@ def test_a_damaged_adapter_is_not_exported(
 def test_problems_of_the_rows_stop_a_run_before_it_begins(
     call: Runner, flags: list[str], place: Path
 ) -> None:
-    answer, code = call("run", *flags, "--max-length", "16", "--out", str(place / "refused"))
+    """CA-07: and the dry run, asked to read them all, is refused with the same."""
+    argv = ["run", *flags, "--max-length", "16", "--out", str(place / "refused")]
+    answer, code = call(*argv)
     assert (code, answer["errors"][0]["code"]) == (3, "too_long")
+    dry, code = call(*argv, "--dry-run", "--checks", "full")
+    assert (code, dry["errors"]) == (3, answer["errors"])
     assert not (place / "refused").exists()
 
 

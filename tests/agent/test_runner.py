@@ -11,7 +11,7 @@ import pytest
 
 from agent.folder import RunFolder
 from finetune.errors import EXIT_CODES
-from tests.agent.calls import SLOW, TINY, Standin, document, wait_for_step
+from tests.agent.calls import SLOW, TINY, Standin, codes, document, wait_for_step
 
 
 def test_a_run_tells_what_it_did(standin: Standin, flags: list[str], folder: RunFolder) -> None:
@@ -143,19 +143,21 @@ def test_a_folder_of_something_else_is_left_alone(
     assert os.listdir(folder.path) == ["notes.txt"]
 
 
-@pytest.mark.parametrize(
-    ("how", "codes", "exit_code"),
-    [("refuse", ["too_long", "bad_row"], 3), ("die-in-checks", ["preflight_failed"], 3)],
-)
-def test_failed_checks_leave_nothing(
-    standin: Standin, flags: list[str], folder: RunFolder, how: str, codes: list[str], exit_code: int
-) -> None:
-    answer, code = standin("run", *flags, how=how)
-    assert (code, [error["code"] for error in answer["errors"]]) == (exit_code, codes)
+def test_failed_checks_leave_nothing(standin: Standin, flags: list[str], folder: RunFolder) -> None:
+    answer, code = standin("run", *flags, how="refuse")
+    assert (code, codes(answer)) == (3, ["too_long", "bad_row"])
     assert not folder.path.exists()
     assert not list(Path(standin.environ["FINETUNE_HOME"]).rglob("*.json"))
-    if how == "die-in-checks":
-        assert answer["errors"][0]["hint_id"] == "missing_package"
+
+
+def test_checks_that_die_are_told_by_their_log_and_leave_nothing(
+    standin: Standin, flags: list[str], folder: RunFolder
+) -> None:
+    answer, code = standin("run", *flags, how="die-in-checks")
+    assert (code, codes(answer)) == (3, ["preflight_failed"])
+    assert answer["errors"][0]["hint_id"] == "missing_package"
+    assert not folder.path.exists()
+    assert not list(Path(standin.environ["FINETUNE_HOME"]).rglob("*.json"))
 
 
 def test_a_forecast_beyond_the_memory_is_refused_before_training(
@@ -181,11 +183,15 @@ def test_full_checks_of_a_plan_find_all_problems_and_write_nothing(
     assert not folder.path.exists()
 
 
+@pytest.mark.slow
 def test_runs_that_start_together_have_their_own_ids(standin: Standin, rows: Path, tmp_path: Path) -> None:
-    started = [standin.start("run", *TINY, "--data", str(rows), cwd=tmp_path) for _ in range(6)]
+    """CA-10."""
+    started = [standin.start("run", *TINY, "--data", str(rows), cwd=tmp_path) for _ in range(20)]
     answers = [standin.finish(process)[0] for process in started]
-    assert len({answer["run_id"] for answer in answers}) == 6
+    assert len({answer["run_id"] for answer in answers}) == 20
     assert sorted(os.listdir(tmp_path / "runs")) == sorted(answer["run_id"] for answer in answers)
+    for answer in answers:
+        assert document(Path(answer["run_dir"]) / "run.json", "run")["run_id"] == answer["run_id"]
     listed, _ = standin("list")
     assert sorted(run["run_id"] for run in listed["data"]["runs"]) == sorted(
         answer["run_id"] for answer in answers
@@ -233,7 +239,21 @@ def test_secrets_are_stored_nowhere(standin: Standin, flags: list[str], folder: 
     assert "sk-TEST" not in json.dumps(refused)
 
 
-def test_the_child_gets_what_the_plan_says(standin: Standin, flags: list[str], folder: RunFolder) -> None:
+def child_of(
+    standin: Standin, flags: list[str], folder: RunFolder, how: str, **environ: str
+) -> tuple[list[str], dict[str, str]]:
+    """Start a run and return command line and environment of its training child, as the kernel knows them."""
+    process = standin.start("run", *flags, how=how, **environ)
+    wait_for_step(folder, 1, 60)
+    child = Path("/proc") / str(document(folder.state, "state")["child"]["pid"])
+    pairs = (entry.partition("=") for entry in (child / "environ").read_text().split("\0") if entry)
+    argv = (child / "cmdline").read_text().split("\0")[:-1]
+    process.terminate()
+    standin.finish(process)
+    return argv, {name: value for name, _, value in pairs}
+
+
+def test_the_child_gets_what_the_dry_run_says(standin: Standin, flags: list[str], folder: RunFolder) -> None:
     stray = {
         "RANK": "1",
         "WORLD_SIZE": "4",
@@ -241,19 +261,25 @@ def test_the_child_gets_what_the_plan_says(standin: Standin, flags: list[str], f
         "WANDB_API_KEY": "k_TEST",
         "OMP_NUM_THREADS": "1",
     }
-    planned, _ = standin("plan", *flags, how=SLOW, **stray)
-    process = standin.start("run", *flags, how=SLOW, **stray)
-    wait_for_step(folder, 1)
-    pid = document(folder.state, "state")["child"]["pid"]
-    names = {
-        entry.partition("=")[0] for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if entry
-    }
-    argv = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
-    process.terminate()
-    standin.finish(process)
-    assert sorted(names) == planned["data"]["launch"]["environment_names"]
-    assert argv == document(folder.plan, "plan")["launch"]["argv"]
-    assert not names & {"RANK", "WORLD_SIZE", "MASTER_ADDR", "WANDB_API_KEY"}
+    planned, _ = standin("run", *flags, "--dry-run", how=SLOW, **stray)
+    argv, environ = child_of(standin, flags, folder, SLOW, **stray)
+    assert argv == planned["data"]["launch"]["argv"]
+    assert sorted(environ) == planned["data"]["launch"]["environment_names"]
+    assert not environ.keys() & {"RANK", "WORLD_SIZE", "MASTER_ADDR", "WANDB_API_KEY"}
+
+
+def test_the_child_sees_the_devices_that_the_dry_run_names(
+    standin: Standin, rows: Path, folder: RunFolder
+) -> None:
+    flags = ["--method", "sft", "--model", "builtin:tiny", "--data", str(rows), "--out", str(folder.path)]
+    flags += ["--device", "cuda", "--num-gpus", "2"]
+    how, seen = f"{SLOW},devices:4", {"CUDA_VISIBLE_DEVICES": "3,1,0"}
+    planned, code = standin("run", *flags, "--dry-run", how=how, **seen)
+    assert code == 0, planned["summary"]
+    environ = child_of(standin, flags, folder, how, **seen)[1]
+    named = [device["id"] for device in planned["data"]["parallel"]["devices"]]
+    assert (environ["CUDA_VISIBLE_DEVICES"], named) == ("3,1", ["3", "1"])
+    assert sorted(environ) == planned["data"]["launch"]["environment_names"]
 
 
 def test_the_replayed_command_works_when_pasted(

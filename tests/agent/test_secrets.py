@@ -3,6 +3,7 @@
 Searched is every file that a test leaves: run folder, FINETUNE_HOME with plans, runs and jobs, exports and reports.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -88,6 +89,25 @@ def test_secrets_in_the_error_of_a_rank_and_in_the_log_of_a_killed_run_do_not_st
     assert (out / "logs" / "attempt-1" / "launch.log").exists()
     assert (out / "heartbeat" / "rank0.error.json").exists()
     assert holders(tmp_path, planted) == []
+
+
+def test_no_command_line_of_a_detached_run_holds_a_secret(
+    standin: Standin, planted: Path, tmp_path: Path
+) -> None:
+    """SE-03; that of a run with real ranks is in test_two_ranks.py."""
+    standin.environ |= {"PLANTED_API_KEY": NAMED, "HF_TOKEN": SHAPED}
+    out = tmp_path / "out"
+    standin("start", *TINY, "--data", str(planted), "--out", str(out), how=SLOW)
+    wait_for_step(RunFolder(out), 1, 60)
+    home = f"FINETUNE_HOME={standin.environ['FINETUNE_HOME']}".encode()
+    lines = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if home in (place / "environ").read_bytes().split(b"\0"):
+                lines.append((place / "cmdline").read_bytes())
+    assert standin("stop", str(out))[1] == 0
+    assert {part for line in lines for part in line.split(b"\0")} >= {b"--supervise", b"--train"}
+    assert not [line for line in lines if any(secret.encode() in line for secret in SECRETS)]
 
 
 @pytest.mark.parametrize(

@@ -234,8 +234,8 @@ def test_a_resumed_run_that_is_stopped_in_its_checks_tells_no_older_failure(
 def test_whatever_is_killed_the_truth_is_told_nothing_is_left_and_start_resumes(
     standin: Standin, flags: list[str], folder: RunFolder, victims: str
 ) -> None:
-    standin("start", *flags, how=SLOW)
-    wait_for_step(folder, 1)
+    standin("start", *flags, how=f"{SLOW},saves:4")
+    wait_for_step(folder, 5)  # beyond what is saved, so that steps are done again
     state = state_of(folder)
     chosen = {"supervisor": [state["pid"]], "trainer": [state["child"]["pid"]]}
     for pid in chosen.get(victims, [state["pid"], state["child"]["pid"]]):
@@ -245,9 +245,14 @@ def test_whatever_is_killed_the_truth_is_told_nothing_is_left_and_start_resumes(
     assert (code, seen["status"]) == (0, "failed" if victims == "trainer" else "lost")
     if victims == "trainer":
         assert seen["data"]["error"]["code"] == "rank_died"
+    whole = folder.path.glob("checkpoints/step-*/manifest.json")
+    saved = max(int(path.parent.name.removeprefix("step-")) for path in whole)
+    assert saved >= 4
     answer, code = standin("start", *flags, how="steps:50")
     assert (code, answer["run_id"]) == (0, state["run_id"])
     assert ended(folder) == "succeeded"
+    assert document(folder.manifest, "run")["attempts"][-1]["resumed_from"] == saved
+    assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [*range(1, 51)]
 
 
 def test_a_supervisor_that_cannot_begin_is_told(

@@ -1,5 +1,6 @@
 """Run folders made by hand, so that the engine is tested by what it leaves on disk and without the surface around it."""
 
+import hashlib
 import json
 import os
 import random
@@ -18,11 +19,13 @@ from finetune.knobs import build
 from finetune.methods import METHODS
 from finetune.model.builtin import load_model
 from finetune.model.source import resolve_source
-from finetune.records import Example, Ledger, Row, read_lines
+from finetune.rank import run_rank
+from finetune.records import Example, Ledger, Row, StopFlag, TrainResult, read_lines
 
 TINY = "builtin:tiny"
 VOCABULARY = 300
 ROOT = Path(__file__).parents[2]
+REWARDS = Path(__file__).with_name("rewards.py")
 
 
 def ragged_examples(num_rows: int, seed: int = 0, longest: int = 60) -> list[Example]:
@@ -76,12 +79,18 @@ def make_run(
     return folder
 
 
-def make_prompts_run(folder: Path, num_prompts: int = 12, num_eval: int = 0, **settings: Any) -> Path:
-    """Write plan.json and prompts of random ids for a grpo run of builtin:tiny in fp32 that samples in its own process."""
+def make_prompts_run(
+    folder: Path, num_prompts: int = 12, num_eval: int = 0, num_texts: int | None = None, **settings: Any
+) -> Path:
+    """Write plan.json and prompts of random ids for a grpo run of builtin:tiny in fp32 that samples in its own process.
+
+    num_texts: how many of the prompts differ; the others repeat them.
+    """
     draw = random.Random(7)
 
     def side(count: int) -> tuple[list[Example], list[Row]]:
         ids = [[draw.randrange(5, VOCABULARY) for _ in range(draw.randint(4, 12))] for _ in range(count)]
+        ids = [ids[place % (num_texts or count)] for place in range(count)]
         examples = [
             Example(one, [0.0] * len(one), place, "p.jsonl", place + 1) for place, one in enumerate(ids)
         ]
@@ -110,6 +119,17 @@ def make_prompts_run(folder: Path, num_prompts: int = 12, num_eval: int = 0, **s
     return folder
 
 
+def make_scored_run(folder: Path, verifier: str = "even", **settings: Any) -> Path:
+    """As make_prompts_run, scored by a verifier of tests/train/rewards.py."""
+    return make_prompts_run(folder, verifier=[f"{REWARDS}:{verifier}"], **settings)
+
+
+def train_here(run: Path) -> TrainResult:
+    """Train in this process, with one thread."""
+    torch.set_num_threads(1)
+    return run_rank(run, 0, 1, None, StopFlag())
+
+
 def start(run: Path, *launcher: str) -> "subprocess.Popen[bytes]":
     command = [sys.executable, *(launcher or ("-m", "finetune.launch")), str(run)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -121,9 +141,40 @@ def start(run: Path, *launcher: str) -> "subprocess.Popen[bytes]":
 def finish(run: Path, *launcher: str) -> dict[str, Any]:
     """Run to the end and return outcome.json, with the exit code."""
     process = start(run, *launcher)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=600)
     outcome = json.loads((run / "outcome.json").read_text()) if (run / "outcome.json").exists() else {}
     return outcome | {"exit_code": process.returncode, "output": output.decode()}
+
+
+def finish_on_ranks(runs: list[Path], size: int = 2) -> None:
+    """Train several runs one after the other in the same `size` processes: what they import is read once."""
+    program = "from tests.train.runs import train_in_turn; train_in_turn()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", program, str(size), *map(str, runs)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [process.communicate(timeout=600)[0].decode() for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0] * size, said
+
+
+def train_in_turn() -> None:
+    """Be one rank of each run that the command names."""
+    size, *runs, rank = sys.argv[1:]
+    for run in map(Path, runs):
+        store = torch.distributed.FileStore(str(run / "meeting"), int(size))
+        run_rank(run, int(rank), int(size), store, StopFlag())
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -132,6 +183,16 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def adapter(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "adapter" / "adapter_model.safetensors")
+
+
+def adapter_digest(run: Path) -> str:
+    return hashlib.sha256((run / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+def first_gradient(run: Path) -> dict[str, torch.Tensor]:
+    """AdamW's first moment after one step is a tenth of the gradient."""
+    state = load_file(run / "checkpoints" / "step-1" / "optimizer.safetensors")
+    return {name: tensor * 10 for name, tensor in state.items() if name.startswith("exp_avg/")}
 
 
 def relative_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:

@@ -9,12 +9,30 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from finetune.rank import run_rank
+from finetune.records import StopFlag
 from tests.train import runs
-from tests.train.runs import adapter, finish, make_run, metrics, ragged_examples, relative_difference
+from tests.train.runs import (
+    adapter,
+    finish,
+    first_gradient,
+    make_run,
+    metrics,
+    ragged_examples,
+    relative_difference,
+)
 
 LOSS, GRADIENT, GRAD_NORM, ADAPTER = 5e-6, 2e-6, 5e-6, 1e-5
+SETTINGS: dict[str, Any] = {
+    "epochs": 6,
+    "learning_rate": 1e-3,
+    "schedule": "linear",
+    "global_batch_size": 5,
+    "checkpoint_every": 1,
+    "checkpoints_kept": 20,
+    "max_grad_norm": 0.0,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "accumulation 2": {"batch_size_per_gpu": 3},
     "accumulation 5": {"batch_size_per_gpu": 1},
@@ -40,16 +58,7 @@ def start_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path, start_adapter: Path, launcher: tuple[str, ...] = (), **settings: Any) -> Path:
-    common = {
-        "epochs": 6,
-        "learning_rate": 1e-3,
-        "schedule": "linear",
-        "global_batch_size": 5,
-        "init_adapter": str(start_adapter),
-        "checkpoint_every": 1,
-        "checkpoints_kept": 20,
-        "max_grad_norm": 0.0,
-    }
+    common = {**SETTINGS, "init_adapter": str(start_adapter)}
     run = make_run(folder, ragged_examples(7), **{**common, **settings})
     outcome = finish(run, *launcher)
     assert outcome["exit_code"] == 0, outcome
@@ -59,12 +68,6 @@ def trained(folder: Path, start_adapter: Path, launcher: tuple[str, ...] = (), *
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory, start_adapter: Path) -> Path:
     return trained(tmp_path_factory.mktemp("one") / "run", start_adapter)
-
-
-def first_gradient(run: Path) -> dict[str, torch.Tensor]:
-    """AdamW's first moment after one step is a tenth of the gradient."""
-    state = load_file(run / "checkpoints" / "step-1" / "optimizer.safetensors")
-    return {name: tensor * 10 for name, tensor in state.items() if name.startswith("exp_avg/")}
 
 
 def assert_equal(run: Path, reference: Path) -> None:
@@ -113,3 +116,22 @@ def assert_spread_as_asked(run: Path, num_ranks: int, kind: str) -> None:
 def test_torchruns_ranks_equal_one_process(one_process: Path, start_adapter: Path, tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "finetune.rank")
     assert_equal(trained(tmp_path / "run", start_adapter, launcher, num_gpus=2), one_process)
+
+
+def test_accumulation_of_1_2_and_4_is_the_same_training(start_adapter: Path, tmp_path: Path) -> None:
+    """Issue 2: four rows a step, forwarded together, two at a time and one by one; an epoch of 7 rows ends in a short step."""
+    found = []
+    for accumulation in (1, 2, 4):
+        run = make_run(
+            tmp_path / str(accumulation),
+            ragged_examples(7),
+            **{**SETTINGS, "init_adapter": str(start_adapter), "global_batch_size": 4},
+            batch_size_per_gpu=4 // accumulation,
+            gradient_accumulation=accumulation,
+        )
+        torch.set_num_threads(1)
+        assert run_rank(run, 0, 1, None, StopFlag()).status == "succeeded"
+        found.append(run)
+    assert [len(line["rows"]) for line in metrics(found[0])] == [4, 3] * 6
+    for run in found[1:]:
+        assert_equal(run, found[0])
