@@ -1,10 +1,14 @@
-"""What a row of proof.jsonl claims: named figures, each with its limit; the row has passed when every one holds."""
+"""What a row of proof.jsonl claims: named figures, each with its limit; the row has passed when every one holds.
+
+A fact is a figure without a limit: it says what was measured besides, and no row passes by facts alone.
+"""
 
 from __future__ import annotations
 
 import json
 import operator
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +36,24 @@ class Claim:
         return self.figure is not None and bool(RELATIONS[self.relation](self.figure, self.limit))
 
 
-def append(row: str, claims: list[Claim], seconds: float) -> bool:
+@dataclass(frozen=True)
+class Fact:
+    """One figure of which nothing is claimed: Fact("device", "cpu")."""
+
+    name: str
+    figure: float | str | None
+
+
+Figure = Claim | Fact
+
+
+def append(row: str, figures: Sequence[Figure], seconds: float) -> bool:
     """Write the row at the end of proof.jsonl and return whether all its claims hold."""
+    claims = [figure for figure in figures if isinstance(figure, Claim)]
     passed = bool(claims) and all(claim.holds for claim in claims)
     line = {
         "row": row,
-        "figure": {claim.name: _rounded(claim.figure) for claim in claims},
+        "figure": {figure.name: _rounded(figure.figure) for figure in figures},
         "limit": {claim.name: f"{claim.relation} {claim.limit:g}" for claim in claims},
         "passed": passed,
         "commit": commit(),
@@ -49,8 +65,8 @@ def append(row: str, claims: list[Claim], seconds: float) -> bool:
     return passed
 
 
-def _rounded(figure: float | None) -> Any:
-    return figure if figure is None or isinstance(figure, int) else float(f"{figure:.4g}")
+def _rounded(figure: float | str | None) -> Any:
+    return float(f"{figure:.4g}") if isinstance(figure, float) else figure
 
 
 def commit() -> str:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from proof.claims import ROOT, Claim, NotHere
-from proof.product import Run, run_sft
+from proof.product import Run, environment_of_a_shell, run_sft
 
 MODEL = "builtin:smollm2-135m"
 DATA = Path(os.environ.get("FINETUNE_PROOF_DATA", ROOT.parent / "shared" / "data"))
@@ -18,12 +18,10 @@ def quickstart(folder: Path) -> list[Claim]:
     """`make quickstart` in a fresh clone with empty caches, setup included."""
     clone = folder / "clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-    keep = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("MAKEFLAGS", "MAKELEVEL", "VIRTUAL_ENV")
+    environment = environment_of_a_shell() | {
+        "FINETUNE_HOME": str(folder / "home"),
+        "FINETUNE_CACHE": str(folder / "cache"),
     }
-    environment = keep | {"FINETUNE_HOME": str(folder / "home"), "FINETUNE_CACHE": str(folder / "cache")}
     started = time.perf_counter()
     done = subprocess.run(["make", "quickstart"], cwd=clone, env=environment, check=False)
     seconds = time.perf_counter() - started

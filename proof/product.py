@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -77,6 +78,12 @@ def run_method(method: str, out: Path, **settings: object) -> Run:
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}: {done.stdout[-3000:]}")
     return Run(out)
+
+
+def environment_of_a_shell() -> dict[str, str]:
+    """Return the environment without what the `make` adds in which a row runs: another `make` would take it for its own."""
+    own = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if name not in own}
 
 
 def relative_difference(left: Path, right: Path, beginning: str = "") -> float:
