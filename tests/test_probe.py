@@ -160,7 +160,7 @@ def test_answering_takes_its_cache_and_the_choice_of_tokens_where_training_takes
     plain = forecast(source, config, Workload(10, 10, 1, False, 0))
     asked = Answering(rows=100, prompt=20, new=30)
     answering = forecast(source, config, Workload(10, 10, 1, False, 0, asked))
-    cache = 100 * 50 * 1024 * 7 // 4  # one and a half times, and that of one layer of four besides
+    cache = 100 * 50 * 1024 * 5 // 4  # that of one layer of four twice
     working = max(100 * 20 * 4 * (128 + 384) * 2, int(100 * source.config["vocab_size"] * 4 * 3.5))
     free = plain["activations"] + plain["logits_chunk"]
     assert answering.pop("answering_beyond_training") == cache + working - free

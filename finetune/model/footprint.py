@@ -21,17 +21,15 @@ SHORT_ROWS, SHORT_ROW_TOKENS = (
 LOGITS_CHUNK = 128  # positions whose logits exist at once
 
 BASE_BYTES = {
-    "cpu": 380_000_000,
+    "cpu": 560_000_000,
     "cuda": 600_000_000,
-}  # what libraries allocate in main memory, without their files; context and kernels on a device
+}  # libraries in main memory; context and kernels on a device
 # Peak over the sum of what is kept for the backward: working memory of the kernels, and what the allocator cannot give
 # back. Measured on CPUs (SmolLM2-135M, bf16 and fp32, 200 to 2,000 tokens; in fp32 the peak still rises over the first
 # steps, as forwards of other widths come); on cuda the allocator rounds less.
 ALLOCATOR = {("cpu", 2): 1.45, ("cpu", 4): 1.75, ("cuda", 2): 1.15, ("cuda", 4): 1.15}  # by bytes of a number
 RECOMPUTED_LAYERS = 7  # whose activations exist at once under gradient checkpointing, measured likewise
 LOGITS_COPIES = 2.5  # of a chunk of logits in float32
-# Of the cache while answers are made: it grows by a token into a new block, and freed ones are too small for the next.
-CACHE_GROWTH = 1.5
 # Logits of the last position of each row while a token is chosen, in float32: greedily, and by a draw in float64.
 CHOICE_COPIES = {"greedy": 3.5, "drawn": 9.5}
 ENGINE_BASE_BYTES = {
@@ -111,7 +109,7 @@ def _answering_bytes(source: Source, width: int, work: Workload) -> int:
     copies = CHOICE_COPIES["drawn" if asked.is_drawn else "greedy"]
     choice = asked.rows * facts.vocab_rows * 4 * copies
     copied = facts.parameters * width if work.is_sharded else 0
-    return int(cache * (CACHE_GROWTH + 1 / facts.layers) + max(prefill, choice) + copied)
+    return int(cache * (1 + 1 / facts.layers) + max(prefill, choice) + copied)
 
 
 def cache_bytes_per_token(text: Mapping[str, Any], width: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import resource
 import time
 from pathlib import Path
@@ -12,27 +11,10 @@ import torch
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak of this process: allocated on its device, or resident in main memory but for libraries.
-
-    The pages of libraries are shared by all ranks, and how many of them are resident depends on what the kernel has
-    cached: 150 MB on one day and 235 on another, measured.
-    """
+    """Return the peak of this process: allocated on its device, or resident in main memory (Linux counts in KiB)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - _library_bytes()
-
-
-@functools.cache  # the kernel takes milliseconds to tell it
-def _library_bytes() -> int:
-    """Return the resident bytes of the shared libraries of this process, as of the first call."""
-    total, is_library = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        words = line.split()
-        if not words[0].endswith(":"):  # the head of a mapping: addresses, rights, ..., the file
-            is_library = ".so" in words[-1]
-        elif is_library and words[0] == "Rss:":
-            total += int(words[1]) * 1024
-    return total
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Stopwatch:
