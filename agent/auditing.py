@@ -96,9 +96,9 @@ class _Plan:
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
             return cls(settings["passes"]["value"], settings["scale_rewards"]["value"])
-        except FileNotFoundError:
+        except (FileNotFoundError, KeyError):  # no plan, or one of a time without these settings
             return cls()
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise FinetuneError(
                 "bad_rollouts", f"{path}: no plan of rollouts: {error}", file=str(path)
             ) from error

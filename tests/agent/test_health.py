@@ -153,7 +153,7 @@ def real_metrics(tmp_path: Path) -> list[dict[str, Any]]:
 def test_rules_read_what_training_writes(real_metrics: list[dict[str, Any]]) -> None:
     """Real lines of a tiny run of each method; what only vLLM's delivery adds is in its source."""
     written = {name for one in real_metrics for name in one}
-    delivery = (ROOT / "finetune" / "train" / "delivery.py").read_text()
+    delivery = (ROOT / "finetune" / "rollout" / "sync.py").read_text()
     assert rule_names() - written <= {"sync_s", "sync_proof_s"}
     assert all(f'"{name}"' in delivery for name in rule_names() - written)
     assert hint_ids(real_metrics) == []
