@@ -208,4 +208,4 @@ def test_commands_run_as_written(command: str, desk: Desk, unused: Path) -> None
 @pytest.mark.parametrize("command", long_with_settings())
 def test_long_commands_can_be_planned(command: str, desk: Desk, unused: Path) -> None:
     _, *argv = filled_in(command, desk.values)
-    desk.call(*planned(argv), "--device", "cpu", folder=unused)
+    assert desk.call(*planned(argv), "--device", "cpu", folder=unused)["status"] == "planned"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from finetune.rollout.bridge import Session
 from finetune.rollout.engine import Call, Completion, Fault, Sampling
 
 CONTEXT = 4096
+USER = {"role": "user", "content": "what is here?"}
 BASH = {
     "type": "function",
     "function": {
@@ -121,3 +123,20 @@ def streamed(response: httpx.Response) -> list[dict[str, Any]]:
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def departed(session: Session, body: dict[str, Any]) -> socket.socket:
+    """Send a request on a connection of its own and return the connection."""
+    text = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.token}\r\n"
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(session.socket))
+    connection.sendall(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
+    return connection
+
+
+def wait_for(holds: Callable[[], object]) -> None:
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -1,9 +1,7 @@
 """What agents are told and what is recorded: purposes, attempts, parameters, faults, departures."""
 
 import json
-import socket
 import threading
-import time
 
 import httpx
 import pytest
@@ -14,16 +12,18 @@ from finetune.rollout.engine import Fault
 from tests.rollout.scripted import (
     BASH,
     CONTEXT,
+    USER,
     ScriptedEngine,
     call_text,
     client,
+    departed,
     post,
     streamed,
     tiny_chat,
     told,
+    wait_for,
 )
 
-USER = {"role": "user", "content": "what is here?"}
 TITLE = [{"role": "system", "content": "You are a title generator."}, USER]
 
 
@@ -311,23 +311,6 @@ def test_the_same_seed_gives_the_same_seeds_and_ids_whatever_came_between(bridge
         message = told(post(session, [USER], tools=[BASH]))
         found.append((message["tool_calls"][0]["id"], bridge.close(session)[-1].sampling["seed"]))
     assert found[0] == found[1]
-
-
-def departed(session, body: dict) -> socket.socket:
-    """Send a request on a connection of its own and return the connection."""
-    text = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.token}\r\n"
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(str(session.socket))
-    connection.sendall(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
-    return connection
-
-
-def wait_for(holds) -> None:
-    end = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_client_that_leaves_has_an_aborted_call_with_what_was_sampled_for_it(bridge, session, engine):

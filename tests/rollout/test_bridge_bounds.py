@@ -10,10 +10,19 @@ import pytest
 from finetune.rollout import bridge as bridging
 from finetune.rollout.bridge import Bridge, BridgeSettings
 from finetune.rollout.engine import Fault
-from tests.rollout.scripted import BASH, CONTEXT, ScriptedEngine, call_text, client, post, tiny_chat, told
-from tests.rollout.test_bridge import departed, wait_for
-
-USER = {"role": "user", "content": "what is here?"}
+from tests.rollout.scripted import (
+    BASH,
+    CONTEXT,
+    USER,
+    ScriptedEngine,
+    call_text,
+    client,
+    departed,
+    post,
+    tiny_chat,
+    told,
+    wait_for,
+)
 
 
 @pytest.fixture(scope="module")
